@@ -1,0 +1,92 @@
+"""The frozen configuration of a balanced layer."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+  from ultraep_jax.strategies import Planner, Strategy
+
+Implementation = Literal["auto", "mosaic_gpu", "portable"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+  """How a layer balances its experts. Hashable, so it can be a static argument of ``jax.jit``.
+
+  Attributes:
+    replica_slots: S, copies of other ranks' experts that a rank can hold. ``S >= E // G``
+      always reaches exact balance; 0 balances nothing.
+    strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"ideal"`` (overrides the
+      router to equal loads, for measuring only), a planner function
+      ``(load_GE, config, cost) -> Plan``, or a ``strategies.Strategy``.
+    objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time,
+      where copies cost what ``PlanCost`` says and doing nothing is a candidate.
+    target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that
+      reach it, e.g. 1.01. ``None``: as low as possible.
+    min_tokens_per_replica: no copy is made to serve fewer assignments than this.
+    capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows; a busier
+      rank takes more rounds, nothing is dropped.
+    domain_size: ranks joined by scale-up links; replicas never leave a domain. Domains are
+      contiguous. ``None``: all ranks are one domain.
+    transfer: how copies travel: ``"relay"`` (holders forward along a tree), ``"direct"`` (the
+      home sends each), ``"auto"`` (a relay where it lowers the busiest sender's egress).
+    copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
+      ``None``: from the weights' byte width and the rates measured on H200.
+    implementation: ``"auto"``, ``"mosaic_gpu"`` or ``"portable"``.
+
+  Raises:
+    ValueError: a value is outside its range.
+    TypeError: a value has the wrong type.
+  """
+
+  replica_slots: int = 2
+  strategy: "str | Strategy | Planner" = "quota"
+  objective: Literal["balance", "time"] = "time"
+  target: float | None = None
+  min_tokens_per_replica: int = 1
+  capacity_factor: float = 1.0625
+  domain_size: int | None = None
+  transfer: Literal["auto", "direct", "relay"] = "auto"
+  copy_rows: int | None = None
+  implementation: Implementation = "auto"
+
+  def __post_init__(self) -> None:
+    _check_int("replica_slots", self.replica_slots, minimum=0)
+    _check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
+    if self.domain_size is not None:
+      _check_int("domain_size", self.domain_size, minimum=1)
+    if self.copy_rows is not None:
+      _check_int("copy_rows", self.copy_rows, minimum=0)
+    _check_factor("capacity_factor", self.capacity_factor)
+    if self.target is not None:
+      _check_factor("target", self.target)
+    _check_choice("objective", self.objective, ("balance", "time"))
+    _check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
+    _check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
+    if isinstance(self.strategy, str):
+      _check_choice("strategy", self.strategy, ("quota", "none", "ideal"))
+    elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):
+      raise TypeError(
+        "strategy: expected a name, a planner function or a Strategy, "
+        f"got {type(self.strategy).__name__}"
+      )
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+  if value < minimum:
+    raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def _check_factor(name: str, value: object) -> None:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+  if not (value >= 1 and math.isfinite(value)):
+    raise ValueError(f"{name}: expected a finite number of at least 1, got {value}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+  if value not in choices:
+    raise ValueError(f"{name}: expected one of {choices}, got {value!r}")

@@ -1,0 +1,168 @@
+"""The values that flow through a layer, and the glossary of their axes.
+
+Array names carry their axes as a suffix, one letter (or word) an axis:
+
+======  ==========================================================================
+letter  axis
+======  ==========================================================================
+T       tokens of one rank
+K       experts chosen per token; one (token, choice) pair is an *assignment*
+E       logical experts
+G       ranks along the expert mesh axis
+M       home experts per rank, ``M = E // G``; expert ``e`` has its home on rank ``e // M``
+S       replica slots per rank: space for copies of other ranks' experts
+P       slots per rank, home slots first: ``P = M + S``
+C       rows that one rank's buffer holds; a *row* is an assignment where it is computed
+D       hidden width
+F       expert inner width
+======  ==========================================================================
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class ExpertWeights(NamedTuple):
+  """Parameters of gated experts, ``wo(act(x wi_gate) * (x wi_up))``.
+
+  The leading axis is M inside ``shard_map`` and E on global arrays.
+
+  Attributes:
+    wi_gate: ``[M, D, F]``.
+    wi_up: ``[M, D, F]``.
+    wo: ``[M, F, D]``.
+  """
+
+  wi_gate: Array
+  wi_up: Array
+  wo: Array
+
+
+class Plan(NamedTuple):
+  """Where replicas live and how many assignments each copy of an expert serves.
+
+  Every rank computes the same plan from the same load matrix.
+
+  Attributes:
+    replica_expert: ``[G, S]`` int32, the expert whose copy fills the slot, −1 if empty.
+    quota: ``[E, G]`` int32, assignments of expert e that run on rank g. Row sums are the
+      experts' loads; only the home and the holders of a replica have entries.
+    parent: ``[G, S]`` int32, the rank that sends the slot its copy (the home, or a rank that
+      relays it), −1 if empty.
+  """
+
+  replica_expert: Array
+  quota: Array
+  parent: Array
+
+
+class PlanCost(NamedTuple):
+  """What ``objective="time"`` weighs, in rows of expert matmul (int32).
+
+  Attributes:
+    copy_rows: rows whose matmul takes as long as sending one expert's weights once.
+    capacity_rows: rows that a rank computes in one round.
+    round_rows: rows whose matmul takes as long as the fixed cost of one more round.
+  """
+
+  copy_rows: int | Array
+  capacity_rows: int | Array
+  round_rows: int | Array
+
+
+class Routes(NamedTuple):
+  """Where each assignment of one rank runs, and what that rank computes.
+
+  Attributes:
+    dest_TK: ``[T, K]`` int32, the rank that computes the assignment, −1 if masked.
+    row_TK: ``[T, K]`` int32, its row on that rank, counted over all rounds; row
+      ``r`` is computed in round ``r // C``. 0 if masked.
+    group_size_P: ``[P]`` int32, rows of each slot on *this* rank. Rows are grouped by slot,
+      then by source rank, then in the order of the source's assignments.
+    num_rounds: ``[]`` int32, rounds that the busiest rank of this plan needs (at least 1).
+  """
+
+  dest_TK: Array
+  row_TK: Array
+  group_size_P: Array
+  num_rounds: Array
+
+
+class LayerStats(NamedTuple):
+  """What one layer did with one batch. ``sharded_moe`` adds a leading axis of token groups.
+
+  Attributes:
+    expert_load_E: ``[E]`` int32, assignments per expert.
+    load_before_G: ``[G]`` int32, assignments that home placement would give each rank.
+    load_after_G: ``[G]`` int32, assignments that each rank computed.
+    load_floor: ``[]`` int32, the least busiest load that replication inside domains can reach.
+    replicas: ``[]`` int32, filled replica slots.
+    max_fanout: ``[]`` int32, the most copies that one rank sent.
+    replica_bytes: ``[]`` float32, bytes of weights that crossed links (one direction, once).
+    remote_assignments: ``[]`` int32, assignments computed on another rank than their token's.
+    rounds: ``[]`` int32, rounds that were run.
+    masked: ``[]`` int32, assignments with index −1.
+    invalid: ``[]`` int32, assignments with an index below −1 or at least E, treated as masked.
+  """
+
+  expert_load_E: Array
+  load_before_G: Array
+  load_after_G: Array
+  load_floor: Array
+  replicas: Array
+  max_fanout: Array
+  replica_bytes: Array
+  remote_assignments: Array
+  rounds: Array
+  masked: Array
+  invalid: Array
+
+  def scalars(self, prefix: str = "") -> dict[str, Array]:
+    """A flat dict of float32 scalars, ready for TensorBoard or wandb.
+
+    Over token groups (a leading axis) imbalances, fan-out and rounds are the worst group's,
+    the other counts are summed.
+
+    =========================  ===========================================================
+    name                       meaning
+    =========================  ===========================================================
+    ``imbalance_before``       busiest rank over mean rank under home placement
+    ``imbalance_after``        busiest rank over mean rank as computed
+    ``imbalance_floor``        least ``imbalance_after`` that the domains allow
+    ``replicas``               filled replica slots
+    ``max_fanout``             most copies sent by one rank
+    ``replica_megabytes``      weights moved over links, in 10^6 bytes
+    ``remote_fraction``        share of assignments computed away from their token's rank
+    ``rounds``                 rounds run by the layer
+    ``masked_assignments``     assignments with index −1
+    ``invalid_assignments``    assignments with an index outside [−1, E), not computed
+    =========================  ===========================================================
+
+    Args:
+      prefix: put before each name, e.g. ``"layer3/"``.
+    """
+    after = self.load_after_G.astype(jnp.float32)
+    mean = jnp.maximum(jnp.mean(after, axis=-1), 1.0 / after.shape[-1])
+    empty = jnp.sum(after, axis=-1) == 0
+
+    def imbalance(busiest: Array) -> Array:
+      return jnp.max(jnp.where(empty, 1.0, busiest.astype(jnp.float32) / mean))
+
+    total = jnp.maximum(jnp.sum(after), 1.0)
+    values = {
+      "imbalance_before": imbalance(jnp.max(self.load_before_G, axis=-1)),
+      "imbalance_after": imbalance(jnp.max(self.load_after_G, axis=-1)),
+      "imbalance_floor": imbalance(self.load_floor),
+      "replicas": jnp.sum(self.replicas),
+      "max_fanout": jnp.max(self.max_fanout),
+      "replica_megabytes": jnp.sum(self.replica_bytes) / 1e6,
+      "remote_fraction": jnp.sum(self.remote_assignments) / total,
+      "rounds": jnp.max(self.rounds),
+      "masked_assignments": jnp.sum(self.masked),
+      "invalid_assignments": jnp.sum(self.invalid),
+    }
+    return {prefix + name: value.astype(jnp.float32) for name, value in values.items()}
