@@ -160,7 +160,7 @@ class LayerStats(NamedTuple):
       "replicas": jnp.sum(self.replicas),
       "max_fanout": jnp.max(self.max_fanout),
       "replica_megabytes": jnp.sum(self.replica_bytes) / 1e6,
-      "remote_fraction": jnp.sum(self.remote_assignments) / total,
+      "remote_fraction": jnp.sum(self.remote_assignments).astype(jnp.float32) / total,
       "rounds": jnp.max(self.rounds),
       "masked_assignments": jnp.sum(self.masked),
       "invalid_assignments": jnp.sum(self.invalid),

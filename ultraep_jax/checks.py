@@ -1,0 +1,108 @@
+"""Checks of a layer's arguments at trace time; every error says what was expected and got."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.types import ExpertWeights
+
+Array = jax.Array
+
+
+def check_array(name: str, value: object, shape: tuple[int | str, ...], kind: type) -> None:
+  """Raises unless ``value`` is an array of that kind and shape; letters match any size.
+
+  Raises:
+    TypeError: not an array, or a dtype that is no subtype of ``kind``.
+    ValueError: another shape.
+  """
+  if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+  if not jnp.issubdtype(value.dtype, kind):
+    raise TypeError(f"{name}: expected a dtype of kind {kind.__name__}, got {value.dtype}")
+  fits = len(value.shape) == len(shape) and all(
+    isinstance(want, str) or want == got for want, got in zip(shape, value.shape, strict=True)
+  )
+  if not fits:
+    expected = "[" + ", ".join(map(str, shape)) + "]"
+    raise ValueError(f"{name}: expected shape {expected}, got {list(value.shape)}")
+
+
+def check_config(config: object) -> None:
+  """Raises unless ``config`` is a ``BalanceConfig`` that this version can run."""
+  if not isinstance(config, BalanceConfig):
+    raise TypeError(f"config: expected a BalanceConfig, got {type(config).__name__}")
+  if config.implementation == "mosaic_gpu":
+    raise NotImplementedError(
+      "implementation: expected 'portable' or 'auto', got 'mosaic_gpu', "
+      "whose kernels are not part of this version"
+    )
+
+
+def check_weights(weights: object, leading: int | str, hidden: int | str = "D") -> None:
+  """Raises unless ``weights`` are expert weights that fit together."""
+  if not isinstance(weights, ExpertWeights):
+    raise TypeError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
+  check_array("weights.wi_gate", weights.wi_gate, (leading, hidden, "F"), jnp.floating)
+  count, width, inner = weights.wi_gate.shape
+  check_array("weights.wi_up", weights.wi_up, (count, width, inner), jnp.floating)
+  check_array("weights.wo", weights.wo, (count, inner, width), jnp.floating)
+  dtypes = {str(leaf.dtype) for leaf in weights}
+  if len(dtypes) > 1:
+    raise TypeError(f"weights: expected one dtype, got {sorted(dtypes)}")
+
+
+def check_layer(
+  x_TD: Array,
+  expert_index_TK: Array,
+  gate_TK: Array,
+  weights: ExpertWeights,
+  config: BalanceConfig,
+  axis_name: str,
+) -> int:
+  """Checks the arguments of ``moe`` and returns G, the size of its mesh axis."""
+  check_config(config)
+  mesh = jax.sharding.get_abstract_mesh()
+  if axis_name not in mesh.manual_axes:
+    raise ValueError(
+      f"axis_name: expected a manual axis of the enclosing shard_map, {mesh.manual_axes}, "
+      f"got {axis_name!r}"
+    )
+  num_ranks = lax.axis_size(axis_name)
+  check_array("x_TD", x_TD, ("T", "D"), jnp.floating)
+  tokens, width = x_TD.shape
+  check_array("expert_index_TK", expert_index_TK, (tokens, "K"), jnp.integer)
+  check_array("gate_TK", gate_TK, (tokens, expert_index_TK.shape[1]), jnp.floating)
+  check_weights(weights, "M", width)
+  num_experts = weights.wo.shape[0] * num_ranks
+  check_sizes(tokens, expert_index_TK.shape[1], num_experts, num_ranks, config)
+  return num_ranks
+
+
+def check_sizes(
+  tokens: int, top_k: int, num_experts: int, num_ranks: int, config: BalanceConfig
+) -> None:
+  """Checks the sizes of a layer against each other.
+
+  Raises:
+    ValueError: no tokens, K outside [1, E], E not divisible by G, domains that do not divide
+      the ranks, or more assignments than int32 counts.
+  """
+  if tokens < 1:
+    raise ValueError(f"tokens per rank: expected at least 1, got {tokens}")
+  if num_experts % num_ranks:
+    raise ValueError(
+      f"num_experts: expected a multiple of the {num_ranks} ranks, got {num_experts}"
+    )
+  if not 1 <= top_k <= num_experts:
+    raise ValueError(f"top_k: expected 1 to {num_experts} (the experts), got {top_k}")
+  if config.domain_size is not None and num_ranks % config.domain_size:
+    raise ValueError(
+      f"domain_size: expected a divisor of the {num_ranks} ranks, got {config.domain_size}"
+    )
+  if num_ranks * tokens * top_k >= 1 << 31:
+    raise ValueError(
+      "assignments: expected ranks * tokens * top_k below 2**31 (int32 counts), "
+      f"got {num_ranks} * {tokens} * {top_k}"
+    )

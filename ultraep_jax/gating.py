@@ -1,0 +1,258 @@
+"""The router's choice of experts, its losses and its selection bias: pure functions.
+
+Routing never drops: every token that is not masked keeps all of its K experts, whatever the
+load. Functions accept any number of leading token axes, written T here.
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ultraep_jax.config import _check_choice, _check_int
+from ultraep_jax.types import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatingConfig:
+  """How a router turns logits into experts and gates. Hashable.
+
+  ==================  ====================================================================
+  model               fields beside ``num_experts`` and ``num_experts_per_tok``
+  ==================  ====================================================================
+  Mixtral, Qwen3      the defaults (a softmax over the chosen logits alone is the same)
+  DeepSeek-V3         ``scoring="sigmoid"``, ``use_selection_bias=True``,
+                      ``routed_scaling=2.5``, ``num_expert_groups=8``, ``topk_groups=4``
+  ==================  ====================================================================
+
+  Attributes:
+    num_experts: E, logical experts.
+    num_experts_per_tok: K, experts chosen per token.
+    scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
+    normalize_topk: divide the gates of a token by their sum.
+    routed_scaling: factor on the gates, after normalisation.
+    num_expert_groups: contiguous groups of E / num_expert_groups experts; 1: no groups.
+    topk_groups: groups that one token may choose from. A group's score is the sum of its two
+      best biased scores (DeepSeek-V3, section 2.1.2); the maximum of DeepSeek-V2 is not offered.
+    use_selection_bias: add a bias per expert to the scores when choosing, never to the gates.
+
+  Raises:
+    ValueError: a value is outside its range, or groups do not fit the experts.
+    TypeError: a value has the wrong type.
+  """
+
+  num_experts: int
+  num_experts_per_tok: int
+  scoring: Literal["softmax", "sigmoid"] = "softmax"
+  normalize_topk: bool = True
+  routed_scaling: float = 1.0
+  num_expert_groups: int = 1
+  topk_groups: int = 1
+  use_selection_bias: bool = False
+
+  def __post_init__(self) -> None:
+    for name in ("num_experts", "num_experts_per_tok", "num_expert_groups", "topk_groups"):
+      _check_int(name, getattr(self, name), minimum=1)
+    _check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
+    for name in ("normalize_topk", "use_selection_bias"):
+      if not isinstance(getattr(self, name), bool):
+        raise TypeError(f"{name}: expected a bool, got {type(getattr(self, name)).__name__}")
+    _check_scaling(self.routed_scaling)
+    _check_groups(self)
+
+
+class Gating(NamedTuple):
+  """What the router decided.
+
+  Attributes:
+    expert_index_TK: ``[..., K]`` int32, chosen experts, best first; −1 on masked tokens.
+    gate_TK: ``[..., K]`` float32, weight of each chosen expert; 0 on masked tokens.
+    scores_TE: ``[..., E]`` float32, scores of all experts, without bias.
+  """
+
+  expert_index_TK: Array
+  gate_TK: Array
+  scores_TE: Array
+
+
+def gate(
+  logits_TE: Array,
+  config: GatingConfig,
+  bias_E: Array | None = None,
+  mask_T: Array | None = None,
+) -> Gating:
+  """Chooses K experts per token, in float32. Equal scores go to the lower expert index.
+
+  Gradients reach the logits through the gates and the scores, never through the choice.
+
+  Args:
+    logits_TE: ``[..., E]``, a float dtype.
+    config: the kind of router.
+    bias_E: ``[E]`` float, added to the scores for the choice only; given exactly when
+      ``config.use_selection_bias``.
+    mask_T: ``[...]`` bool, False where a token takes no part; its logits may be anything.
+
+  Raises:
+    ValueError: shapes disagree, or the bias is missing or not expected.
+    TypeError: a dtype is wrong.
+  """
+  _check_arrays(logits_TE, config, bias_E, mask_T)
+  logits_TE = logits_TE.astype(jnp.float32)
+  if mask_T is not None:  # before any arithmetic: NaN must not meet a zero cotangent
+    logits_TE = jnp.where(mask_T[..., None], logits_TE, 0.0)
+  score = jax.nn.softmax if config.scoring == "softmax" else jax.nn.sigmoid
+  scores_TE = score(logits_TE)
+
+  selection_TE = jax.lax.stop_gradient(scores_TE)
+  if bias_E is not None:
+    selection_TE += jnp.broadcast_to(bias_E.astype(jnp.float32), selection_TE.shape)
+  if config.topk_groups < config.num_expert_groups:
+    selection_TE = _keep_best_groups(selection_TE, config)
+  _, index_TK = jax.lax.top_k(selection_TE, config.num_experts_per_tok)
+
+  # A masked sum, not a gather: it partitions over any token axes, and its gradient too.
+  chosen_TKE = _one_hot(index_TK, config.num_experts)
+  gate_TK = jnp.sum(jnp.where(chosen_TKE, scores_TE[..., None, :], 0.0), axis=-1)
+  if config.normalize_topk:
+    gate_TK /= jnp.sum(gate_TK, axis=-1, keepdims=True) + 1e-20
+  gate_TK *= config.routed_scaling
+  if mask_T is not None:
+    index_TK = jnp.where(mask_T[..., None], index_TK, -1)
+    gate_TK = jnp.where(mask_T[..., None], gate_TK, 0.0)
+  return Gating(index_TK, gate_TK, scores_TE)
+
+
+def router_load(expert_index_TK: Array, num_experts: int) -> Array:
+  """Counts the assignments of each expert: ``[..., K]`` int32 (−1 = masked) to ``[E]`` int32."""
+  chosen_TKE = _one_hot(expert_index_TK, num_experts)
+  return jnp.sum(chosen_TKE, axis=tuple(range(chosen_TKE.ndim - 1)), dtype=jnp.int32)
+
+
+def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
+  """The loss that equal loads minimise, ``E * sum_e f_e * p_e``; 1 when balanced.
+
+  ``f_e`` is the share of all assignments that go to expert e and ``p_e`` the mean over tokens
+  of its score, normalised per token. Gradients flow through ``p_e`` alone. Source: Switch
+  Transformer, section 2.2, with the K of DeepSeekMoE, section 3.3. Tokens are those of the
+  whole (global) batch; masked ones (index −1) do not count.
+
+  Args:
+    scores_TE: ``[..., E]`` float32, of ``Gating``.
+    expert_index_TK: ``[..., K]`` int32, of ``Gating``.
+
+  Returns:
+    ``[]`` float32; 0 if every token is masked.
+  """
+  num_experts = scores_TE.shape[-1]
+  load_E = router_load(expert_index_TK, num_experts).astype(jnp.float32)
+  share_E = load_E / jnp.maximum(jnp.sum(load_E), 1.0)
+  probability_TE = scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + 1e-20)
+  probability_E = _token_mean(probability_TE, expert_index_TK[..., 0] >= 0)
+  return num_experts * jnp.sum(share_E * probability_E)
+
+
+def router_z_loss(logits_TE: Array, mask_T: Array | None = None) -> Array:
+  """Mean over tokens of ``logsumexp(logits)^2``, which keeps logits small.
+
+  Source: ST-MoE, equation 5.
+
+  Args:
+    logits_TE: ``[..., E]``, a float dtype.
+    mask_T: ``[...]`` bool, False where a token does not count; its logits may be anything.
+
+  Returns:
+    ``[]`` float32; 0 if every token is masked.
+  """
+  logits_TE = logits_TE.astype(jnp.float32)
+  if mask_T is None:
+    mask_T = jnp.ones_like(logits_TE[..., 0], dtype=jnp.bool_)
+  logits_TE = jnp.where(mask_T[..., None], logits_TE, 0.0)
+  squared_T1 = jnp.square(jax.nn.logsumexp(logits_TE, axis=-1, keepdims=True))
+  return _token_mean(squared_T1, mask_T)[0]
+
+
+def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> Array:
+  """One step of loss-free balancing, ``bias + rate * sign(mean(load) - load)``.
+
+  Experts below the mean load become easier to choose. Source: DeepSeek-V3, section 2.1.2.
+
+  Args:
+    bias_E: ``[E]`` float.
+    load_E: ``[E]`` int32, assignments of the whole batch.
+    rate: size of the step, e.g. 0.001.
+
+  Returns:
+    ``[E]``, dtype of ``bias_E``.
+  """
+  # The mean is whole + rest / E: exact where a float mean could miss equality.
+  whole, rest = jnp.divmod(jnp.sum(load_E), load_E.shape[0])
+  sign_E = jnp.where(load_E == whole, jnp.sign(rest), jnp.sign(whole - load_E))
+  return bias_E + sign_E.astype(bias_E.dtype) * jnp.asarray(rate, bias_E.dtype)
+
+
+def _keep_best_groups(selection_TE: Array, config: GatingConfig) -> Array:
+  """Sets the scores outside each token's best groups to −inf."""
+  shape = selection_TE.shape
+  per_group = config.num_experts // config.num_expert_groups
+  grouped = selection_TE.reshape(*shape[:-1], config.num_expert_groups, per_group)
+  group_score = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+  _, best = jax.lax.top_k(group_score, config.topk_groups)
+  kept = jnp.any(_one_hot(best, config.num_expert_groups), axis=-2)
+  return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(shape)
+
+
+def _one_hot(index: Array, size: int) -> Array:
+  """``[...]`` int32 to ``[..., size]`` bool; out-of-range indices are all False."""
+  return index[..., None] == jax.lax.broadcasted_iota(
+    jnp.int32, (1,) * index.ndim + (size,), index.ndim
+  )
+
+
+def _token_mean(value_TX: Array, mask_T: Array) -> Array:
+  """Mean of ``[..., X]`` over the tokens that are not masked: ``[X]``."""
+  axes = tuple(range(mask_T.ndim))
+  total_X = jnp.sum(jnp.where(mask_T[..., None], value_TX, 0.0), axis=axes)
+  return total_X / jnp.maximum(jnp.sum(mask_T, axis=axes, dtype=jnp.float32), 1.0)
+
+
+def _check_scaling(value: object) -> None:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise TypeError(f"routed_scaling: expected a float, got {type(value).__name__}")
+  if not (value > 0 and math.isfinite(value)):
+    raise ValueError(f"routed_scaling: expected a finite number above 0, got {value}")
+
+
+def _check_groups(config: GatingConfig) -> None:
+  experts, groups = config.num_experts, config.num_expert_groups
+  if experts % groups:
+    raise ValueError(f"num_expert_groups: expected a divisor of {experts}, got {groups}")
+  if groups > 1 and experts // groups < 2:
+    raise ValueError(f"num_expert_groups: expected groups of at least 2 experts, got {groups}")
+  if config.topk_groups > groups:
+    raise ValueError(f"topk_groups: expected at most {groups}, got {config.topk_groups}")
+  reachable = config.topk_groups * (experts // groups)
+  if config.num_experts_per_tok > reachable:
+    raise ValueError(
+      f"num_experts_per_tok: expected at most {reachable}, got {config.num_experts_per_tok}"
+    )
+
+
+def _check_arrays(
+  logits_TE: Array, config: GatingConfig, bias_E: Array | None, mask_T: Array | None
+) -> None:
+  experts = config.num_experts
+  if logits_TE.ndim == 0 or logits_TE.shape[-1] != experts:
+    raise ValueError(f"logits: expected shape [..., {experts}], got {logits_TE.shape}")
+  if not jnp.issubdtype(logits_TE.dtype, jnp.floating):
+    raise TypeError(f"logits: expected a float dtype, got {logits_TE.dtype}")
+  if config.use_selection_bias != (bias_E is not None):
+    expected = "an array" if config.use_selection_bias else "None"
+    raise ValueError(f"bias: expected {expected} (use_selection_bias), got {type(bias_E).__name__}")
+  if bias_E is not None and bias_E.shape != (experts,):
+    raise ValueError(f"bias: expected shape ({experts},), got {bias_E.shape}")
+  if mask_T is not None and mask_T.shape != logits_TE.shape[:-1]:
+    raise ValueError(f"mask: expected shape {logits_TE.shape[:-1]}, got {mask_T.shape}")
+  if mask_T is not None and mask_T.dtype != jnp.bool_:
+    raise TypeError(f"mask: expected dtype bool, got {mask_T.dtype}")

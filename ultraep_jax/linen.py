@@ -1,0 +1,146 @@
+"""A Flax Linen module over ``sharded_moe``, equal to ``ultraep_jax.nnx.MoE``."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.gating import GatingConfig, update_selection_bias
+from ultraep_jax.nnx import (
+  DEFAULT_CONFIG,
+  DEFAULT_INIT,
+  Activation,
+  Initializer,
+  MoEAux,
+  apply_moe,
+  check_mesh,
+  init_param,
+  param_axes,
+  param_shapes,
+)
+from ultraep_jax.types import Array
+
+
+class MoE(nn.Module):
+  """A mixture of gated experts, balanced on the exact load of every call.
+
+  Parameters have the names and shapes of ``ultraep_jax.nnx.MoE``, boxed in ``nn.Partitioned``.
+  The selection bias lives in the collection ``"router_state"``. ``init`` and ``apply`` need the
+  mesh in context, all axes Auto or all Explicit; parameters are created already sharded.
+
+  >>> import jax, jax.numpy as jnp
+  >>> import ultraep_jax as uep
+  >>> from ultraep_jax.gating import GatingConfig
+  >>>
+  >>> gating = GatingConfig(num_experts=8, num_experts_per_tok=2, use_selection_bias=True)
+  >>> layer = uep.linen.MoE(embed_dim=16, expert_dim=32, gating=gating)
+  >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("expert",))):
+  ...   x = jax.random.normal(jax.random.key(1), (8, 4, 16))
+  ...   variables = jax.jit(layer.init)(jax.random.key(0), x)
+  ...   apply = jax.jit(layer.apply, static_argnames=("mutable", "update_bias"))
+  ...   (y, aux), state = apply(variables, x, update_bias=0.001, mutable=("router_state",))
+  >>> y.shape, int(aux.expert_load_E.sum()), state["router_state"]["selection_bias"].shape
+  ((8, 4, 16), 64, (8,))
+
+  Attributes:
+    embed_dim: D, hidden width.
+    expert_dim: F, inner width of one expert.
+    gating: the router.
+    config: how the layer balances.
+    num_shared_experts: n, experts that every token takes: one MLP of inner width n * F.
+    activation: of the gate half of an expert.
+    dtype: of the computation; ``None``: that of the input. The router computes in float32.
+    param_dtype: of all parameters but the router.
+    kernel_init: makes one ``[in, out]`` matrix; called per expert with its own key.
+    axis_name: mesh axis of the experts.
+    token_axes: mesh axes that divide the first axis of the input; ``None``: ``"data"`` where
+      the mesh has it, then ``axis_name``.
+  """
+
+  embed_dim: int
+  expert_dim: int
+  gating: GatingConfig
+  config: BalanceConfig = DEFAULT_CONFIG
+  num_shared_experts: int = 0
+  activation: Activation = jax.nn.silu
+  dtype: jnp.dtype | type | None = None
+  param_dtype: jnp.dtype | type = jnp.float32
+  kernel_init: Initializer = DEFAULT_INIT
+  axis_name: str = "expert"
+  token_axes: tuple[str, ...] | None = None
+
+  @nn.compact
+  def __call__(
+    self, x: Array, mask: Array | None = None, *, update_bias: float | Array | None = None
+  ) -> tuple[Array, MoEAux]:
+    """Applies the layer.
+
+    Args:
+      x: ``[..., D]``; the mesh axes of the tokens divide its first axis.
+      mask: ``[...]`` bool, False for tokens that take no part: their input may be anything,
+        their output is 0 and they count in no loss.
+      update_bias: the rate of one step of the selection bias towards balance, stored in
+        ``"router_state"``; ``None``: no step. ``init`` takes no step.
+
+    Returns:
+      ``y`` ``[..., D]`` in ``dtype``, on Explicit meshes sharded like ``x``, and ``MoEAux``.
+
+    Raises:
+      ValueError: a shape or the mesh does not fit, or ``update_bias`` is given without a
+        selection bias or with an immutable ``"router_state"``.
+      TypeError: a dtype is wrong.
+    """
+    check_mesh(self.axis_name, self.gating.num_experts)
+    shapes = param_shapes(
+      self.embed_dim, self.expert_dim, self.gating.num_experts, self.num_shared_experts
+    )
+    params = {name: self._param(name, shape) for name, shape in shapes.items()}
+    bias = None
+    if self.gating.use_selection_bias:
+      bias = self.variable("router_state", "selection_bias", self._init_bias)
+    y, aux = apply_moe(
+      params,
+      x,
+      mask,
+      None if bias is None else bias.value,
+      gating=self.gating,
+      config=self.config,
+      activation=self.activation,
+      dtype=self.dtype,
+      axis_name=self.axis_name,
+      token_axes=self.token_axes,
+    )
+    if update_bias is not None:
+      self._step_bias(bias, aux, update_bias)
+    return y, aux
+
+  def _init_bias(self) -> Array:
+    return _shard(jnp.zeros(self.gating.num_experts, jnp.float32), P(None))
+
+  def _param(self, name: str, shape: tuple[int, ...]) -> Array:
+    axes = param_axes(shape, self.axis_name)
+
+    def init(key: Array) -> Array:
+      value = init_param(name, key, shape, self.kernel_init, self.param_dtype)
+      return _shard(value, P(*axes))
+
+    # Flax's own unboxing asserts shardings that init is about to give, on Explicit meshes.
+    boxed = self.param(name, nn.with_partitioning(init, axes), unbox=False)
+    return boxed.value if isinstance(boxed, nn.Partitioned) else boxed
+
+  def _step_bias(self, bias: nn.Variable | None, aux: MoEAux, rate: float | Array) -> None:
+    if bias is None:
+      raise ValueError("update_bias: expected gating.use_selection_bias=True, got False")
+    if not self.is_mutable_collection("router_state"):
+      raise ValueError("update_bias: expected mutable=['router_state'], got it immutable")
+    if not self.is_initializing():
+      bias.value = update_selection_bias(bias.value, aux.expert_load_E, rate)
+
+
+def _shard(value: Array, spec: P) -> Array:
+  """Shards over the mesh in context, whether its axes are Auto or Explicit."""
+  if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+    return jax.sharding.reshard(value, spec)
+  return jax.lax.with_sharding_constraint(value, spec)

@@ -1,0 +1,79 @@
+"""How many assignments each rank sends to each expert: the only metadata ranks exchange."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = jax.Array
+
+
+def check_expert_index(expert_index: Array, num_experts: int) -> None:
+  """Raises if a concrete index is outside ``[-1, num_experts)``; traced values pass.
+
+  Raises:
+    ValueError: names the range and the first offender.
+  """
+  if isinstance(expert_index, jax.core.Tracer):
+    return
+  values = np.asarray(expert_index)
+  wrong = values[(values < -1) | (values >= num_experts)]
+  if wrong.size:
+    raise ValueError(
+      f"expert_index: expected values in [-1, {num_experts}), got {wrong.flat[0]} "
+      f"({wrong.size} outside)"
+    )
+
+
+def drop_invalid(expert_index_TK: Array, num_experts: int) -> Array:
+  """Replaces every index outside ``[0, num_experts)`` by −1, the masked assignment."""
+  valid = (expert_index_TK >= 0) & (expert_index_TK < num_experts)
+  return jnp.where(valid, expert_index_TK, -1)
+
+
+def expert_load(expert_index_TK: Array, num_experts: int) -> Array:
+  """Counts assignments per expert.
+
+  Args:
+    expert_index_TK: ``[T, K]`` int32; values outside ``[0, num_experts)`` are counted nowhere.
+    num_experts: E.
+
+  Returns:
+    ``[E]`` int32.
+
+  >>> import jax.numpy as jnp
+  >>> expert_load(jnp.array([[0, 2], [2, -1]]), 3).tolist()
+  [1, 0, 2]
+  """
+  index_A = drop_invalid(expert_index_TK, num_experts).reshape(-1)
+  # A negative index would wrap around; one past the end is dropped.
+  index_A = jnp.where(index_A < 0, num_experts, index_A)
+  return jnp.zeros(num_experts, jnp.int32).at[index_A].add(1, mode="drop")
+
+
+def gather_loads(load_E: Array, axis_name: str) -> Array:
+  """The load matrix ``[G, E]``, equal on every rank of ``axis_name`` and typed so."""
+  return lax.all_gather(load_E, axis_name, to="invarying")
+
+
+def position_in_group(group_A: Array, num_groups: int) -> tuple[Array, Array]:
+  """The ordinal of each element among the elements of its group, in order.
+
+  Args:
+    group_A: ``[A]`` int32 in ``[0, num_groups]``; ``num_groups`` means none.
+    num_groups: number of groups.
+
+  Returns:
+    ``position_A`` int32 (meaningless where the group is none) and ``count`` ``[num_groups]``.
+
+  >>> import jax.numpy as jnp
+  >>> position_in_group(jnp.array([1, 0, 1, 1]), 2)[0].tolist()
+  [0, 0, 1, 2]
+  """
+  iota_A = jnp.arange(group_A.shape[0], dtype=jnp.int32)
+  # A stable sort keeps O(A) memory where a running count per group would need O(A * groups).
+  sorted_group_A, order_A = lax.sort_key_val(group_A.astype(jnp.int32), iota_A, is_stable=True)
+  count = jnp.zeros(num_groups, jnp.int32).at[group_A].add(1, mode="drop")
+  start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
+  position_A = iota_A - start[sorted_group_A]
+  return jnp.zeros_like(iota_A).at[order_A].set(position_A, unique_indices=True), count

@@ -1,0 +1,50 @@
+"""Manual mesh axes: which values vary over them, and agreement across all of them."""
+
+from collections.abc import Iterable
+
+import jax
+from jax import lax
+
+Array = jax.Array
+
+
+def varying_axes(*trees: object) -> frozenset[str]:
+  """The manual axes over which any leaf is typed as varying (empty without ``check_vma``)."""
+  axes: frozenset[str] = frozenset()
+  for leaf in jax.tree.leaves(trees):
+    axes |= frozenset(jax.typeof(leaf).manual_axis_type.varying)
+  return axes
+
+
+def to_varying[T](tree: T, axes: Iterable[str]) -> T:
+  """Types every leaf as varying over ``axes``, whatever it varied over before."""
+  axes = tuple(axes)
+
+  def cast(leaf: Array) -> Array:
+    known = jax.typeof(leaf).manual_axis_type.varying
+    missing = tuple(axis for axis in axes if axis not in known)
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+  return jax.tree.map(cast, tree)
+
+
+def manual_axes() -> tuple[str, ...]:
+  """The mesh axes that the enclosing ``shard_map`` made manual, in mesh order."""
+  return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def mesh_max(value: Array) -> Array:
+  """The maximum over every rank of every manual axis, the same on all of them.
+
+  A loop that communicates must run equally often everywhere: token groups may plan
+  differently, and some collectives and kernels synchronise the whole mesh.
+  """
+  axes = manual_axes()
+  # A cast to varying is free; without it pmax refuses values that vary over some axes only.
+  if varying_axes(value) or _checks_varying():
+    value = to_varying(value, axes)
+  return lax.pmax(value, axes)
+
+
+def _checks_varying() -> bool:
+  return bool(jax.typeof(lax.axis_index(manual_axes()[0])).manual_axis_type.varying)

@@ -1,0 +1,261 @@
+"""The balanced MoE layer on one rank: load, plan, route, replicate, dispatch, experts, combine."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ultraep_jax import exchange, experts, load, replicate, route, stats, strategies
+from ultraep_jax.checks import check_layer
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
+from ultraep_jax.types import ExpertWeights, LayerStats, Plan, PlanCost, Routes
+
+Array = jax.Array
+Activation = Callable[[Array], Array]
+
+# For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second
+# planning, rows a second dispatch, hidden two of the three matmuls. Replicas have no name:
+# they are made again.
+PLAN_NAME = "ultraep_plan"
+ROWS_NAME = "ultraep_rows"
+HIDDEN_NAME = "ultraep_hidden"
+REMAT_NAMES = (PLAN_NAME, ROWS_NAME, HIDDEN_NAME)
+
+# Rates measured on H200: bf16 grouped matmul in FLOP/s, one rank's weight push in bytes/s.
+_MATMUL_RATE = 737e12
+_LINK_RATE = 350e9
+# The collectives and launches of one more round, in seconds.
+_ROUND_SECONDS = 100e-6
+
+
+def moe(
+  x_TD: Array,
+  expert_index_TK: Array,
+  gate_TK: Array,
+  weights: ExpertWeights,
+  *,
+  config: BalanceConfig,
+  axis_name: str = "expert",
+  activation: Activation = jax.nn.silu,
+) -> tuple[Array, LayerStats]:
+  """Runs a balanced MoE layer inside the caller's ``shard_map``.
+
+  Computes ``sum_k gate[t, k] * expert[index[t, k]](x[t])`` exactly as a dense layer would; the
+  plan only changes where. Differentiable in ``x_TD``, ``gate_TK`` and ``weights``.
+
+  Args:
+    x_TD: ``[T, D]``, this rank's tokens; its dtype is the compute dtype.
+    expert_index_TK: ``[T, K]`` int32, chosen experts. −1 is a masked assignment: counted
+      nowhere, computed nowhere, contributing zero.
+    gate_TK: ``[T, K]`` float32, the weights of the choices.
+    weights: this rank's ``M = E // G`` home experts, in the parameter dtype; cast to the
+      compute dtype inside, so that float32 parameters get float32 gradients.
+    config: how to balance.
+    axis_name: the mesh axis that experts are sharded over.
+    activation: of the gate projection.
+
+  Returns:
+    ``y_TD`` in x's dtype and the statistics of this token group, equal on its ranks.
+
+  Raises:
+    ValueError: shapes or sizes do not fit.
+    TypeError: a dtype is wrong.
+  """
+  num_ranks = check_layer(x_TD, expert_index_TK, gate_TK, weights, config, axis_name)
+  num_experts = weights.wo.shape[0] * num_ranks
+  load.check_expert_index(expert_index_TK, num_experts)
+  rank = lax.axis_index(axis_name)
+  strategy = strategies.resolve(config.strategy)
+  if strategy.reassign is not None:
+    expert_index_TK = strategy.reassign(expert_index_TK, rank, num_experts, num_ranks)
+
+  capacity = route.row_capacity(*expert_index_TK.shape, config)
+  load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
+  plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
+  routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
+  rounds = mesh_max(routes.num_rounds)
+
+  routing = _name(_Routing(plan.replica_expert, routes, rounds), PLAN_NAME)
+  static = _Static(axis_name, capacity, config.domain_size, activation)
+  # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
+  # their gradients over the axes that tokens vary over as well.
+  axes = varying_axes(x_TD, expert_index_TK, gate_TK, weights, routing)
+  y_TD = _experts_on_tokens(
+    static,
+    to_varying(x_TD, axes),
+    to_varying(gate_TK.astype(jnp.float32), axes),
+    to_varying(weights, axes),
+    to_varying(routing, axes),
+  )
+  measured = stats.layer_stats(
+    expert_index_TK, load_GE, plan, routes, rounds, weights, x_TD.dtype, config, axis_name
+  )
+  return y_TD, measured
+
+
+def layer_cost(
+  dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
+) -> PlanCost:
+  """The planner's costs for a layer of these shapes, in rows of expert matmul."""
+  flops_per_row = 2 * sum(leaf.shape[1] * leaf.shape[2] for leaf in weights)
+  copy_bytes = sum(leaf.shape[1] * leaf.shape[2] for leaf in weights) * dtype.itemsize
+  rows_per_second = _MATMUL_RATE / flops_per_row
+  copy_rows = config.copy_rows
+  if copy_rows is None:
+    copy_rows = round(copy_bytes / _LINK_RATE * rows_per_second)
+  return PlanCost(copy_rows, capacity, min(round(_ROUND_SECONDS * rows_per_second), 1 << 20))
+
+
+class _Static(NamedTuple):
+  """What is fixed at trace time."""
+
+  axis_name: str
+  capacity: int
+  domain_size: int | None
+  activation: Activation
+
+
+class _Routing(NamedTuple):
+  """The integers that the movers need."""
+
+  replica_expert_GS: Array
+  routes: Routes
+  rounds: Array
+
+
+class _Round(NamedTuple):
+  """One round's crossing, and the inputs and projections of its experts."""
+
+  crossing: exchange.Crossing
+  row_AK: Array
+  rows_CD: Array
+  gate_C: Array
+  hidden: experts.Hidden
+
+
+class _Grads(NamedTuple):
+  """What one round adds to the gradients, all float32."""
+
+  x_TD: Array
+  gate_TK: Array
+  home: ExpertWeights
+  replica: ExpertWeights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts_on_tokens(
+  static: _Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: _Routing
+) -> Array:
+  """Replicate … combine. One rule spans them all, so that no replica becomes a residual."""
+  return _forward(static, x_TD, gate_TK, weights, routing)[0]
+
+
+def _forward(
+  static: _Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: _Routing
+) -> tuple[Array, tuple]:
+  home, replica = _operands(static, x_TD.dtype, weights, routing)
+
+  def run(index: Array | int) -> tuple[Array, _Round]:
+    out_CD, this = _run_round(static, x_TD, gate_TK, home, replica, routing, index)
+    return exchange.combine(out_CD, this.gate_C, this.crossing, this.row_AK), this
+
+  y_TD, first = run(0)
+  y_TD = lax.fori_loop(jnp.int32(1), routing.rounds, lambda i, y_TD: y_TD + run(i)[0], y_TD)
+  hidden = _name(first.hidden, HIDDEN_NAME)
+  first = _name(first, ROWS_NAME)._replace(hidden=hidden)
+  return y_TD.astype(x_TD.dtype), (x_TD, gate_TK, weights, routing, first)
+
+
+def _backward(
+  static: _Static, residuals: tuple, grad_TD: Array
+) -> tuple[Array, Array, ExpertWeights, None]:
+  x_TD, gate_TK, weights, routing, first = residuals
+  home, replica = _operands(static, x_TD.dtype, weights, routing)
+
+  def round_grads(index: Array | int, this: _Round) -> _Grads:
+    grad_CD = exchange.dispatch(grad_TD, this.crossing, this.row_AK)
+    grads = experts.expert_backward(
+      grad_CD,
+      this.gate_C,
+      this.rows_CD,
+      this.hidden,
+      home,
+      replica,
+      _round_sizes(static, routing, index),
+      static.activation,
+    )
+    return _Grads(
+      exchange.combine(grads.rows_CD, jnp.ones_like(this.gate_C), this.crossing, this.row_AK),
+      exchange.collect(grads.gate_C, this.crossing, this.row_AK),
+      grads.home,
+      grads.replica,
+    )
+
+  def add_round(index: Array, total: _Grads) -> _Grads:
+    _, this = _run_round(static, x_TD, gate_TK, home, replica, routing, index)
+    return jax.tree.map(jnp.add, total, round_grads(index, this))
+
+  total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, round_grads(0, first))
+  home_grads = replicate.reduce_replicas(
+    total.replica,
+    total.home,
+    routing.replica_expert_GS,
+    axis_name=static.axis_name,
+    domain_size=static.domain_size,
+  )
+  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), home_grads, weights)
+  return total.x_TD.astype(x_TD.dtype), total.gate_TK, weight_grads, None
+
+
+_experts_on_tokens.defvjp(_forward, _backward)
+
+
+def _operands(
+  static: _Static, dtype: jnp.dtype, weights: ExpertWeights, routing: _Routing
+) -> tuple[ExpertWeights, ExpertWeights]:
+  """The home weights in the compute dtype and this rank's replicas of others'."""
+  home = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+  replica = replicate.replicate(
+    home,
+    routing.replica_expert_GS,
+    axis_name=static.axis_name,
+    domain_size=static.domain_size,
+  )
+  return home, replica
+
+
+def _run_round(
+  static: _Static,
+  x_TD: Array,
+  gate_TK: Array,
+  home: ExpertWeights,
+  replica: ExpertWeights,
+  routing: _Routing,
+  index: Array | int,
+) -> tuple[Array, _Round]:
+  """Dispatches one round's tokens and runs their experts."""
+  crossing = exchange.cross(routing.routes, index, static.capacity, static.axis_name)
+  row_AK = exchange.announce_rows(crossing)
+  rows_CD = exchange.dispatch(x_TD, crossing, row_AK)
+  gate_C = exchange.spread(gate_TK, crossing, row_AK)
+  out_CD, hidden = experts.expert_forward(
+    rows_CD, home, replica, _round_sizes(static, routing, index), static.activation
+  )
+  return out_CD, _Round(crossing, row_AK, rows_CD, gate_C, hidden)
+
+
+def _round_sizes(static: _Static, routing: _Routing, index: Array | int) -> Array:
+  """Rows of each slot on this rank that fall into a round."""
+  end_P = jnp.cumsum(routing.routes.group_size_P, dtype=jnp.int32)
+  first = index * static.capacity
+  inside_P = jnp.clip(end_P - first, 0, static.capacity)
+  return jnp.diff(inside_P, prepend=jnp.zeros_like(inside_P[:1]))
+
+
+def _name[T](tree: T, name: str) -> T:
+  return jax.tree.map(functools.partial(checkpoint_name, name=name), tree)

@@ -1,0 +1,66 @@
+"""What a layer did, measured on the way."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.types import ExpertWeights, LayerStats, Plan, Routes
+
+Array = jax.Array
+
+
+def layer_stats(
+  expert_index_TK: Array,
+  load_GE: Array,
+  plan: Plan,
+  routes: Routes,
+  rounds: Array,
+  weights: ExpertWeights,
+  dtype: jnp.dtype,
+  config: BalanceConfig,
+  axis_name: str,
+) -> LayerStats:
+  """Statistics of one token group, equal on its ranks.
+
+  Args:
+    expert_index_TK: this rank's choices, before invalid ones are dropped.
+    load_GE: the load matrix.
+    plan: the plan.
+    routes: this rank's routes.
+    rounds: rounds that the whole mesh runs.
+    weights: this rank's home experts, for the bytes of a copy.
+    dtype: that copies travel in.
+    config: gives the domains.
+    axis_name: the expert mesh axis.
+  """
+  num_experts, num_ranks = plan.quota.shape
+  expert_load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
+  before_G = jnp.sum(expert_load_E.reshape(num_ranks, -1), axis=1, dtype=jnp.int32)
+  domain = num_ranks if config.domain_size is None else config.domain_size
+  domain_load = jnp.sum(before_G.reshape(-1, domain), axis=1, dtype=jnp.int32)
+  copy_bytes = sum(leaf.shape[1] * leaf.shape[2] for leaf in weights) * dtype.itemsize
+  replicas = jnp.sum(plan.replica_expert >= 0, dtype=jnp.int32)
+  sent_G = jnp.zeros(num_ranks, jnp.int32)
+  sent_G = sent_G.at[jnp.where(plan.parent < 0, num_ranks, plan.parent)].add(1, mode="drop")
+
+  rank = lax.axis_index(axis_name)
+  remote = (routes.dest_TK >= 0) & (routes.dest_TK != rank)
+  invalid = (expert_index_TK < -1) | (expert_index_TK >= num_experts)
+  counts = jnp.stack([jnp.sum(flag, dtype=jnp.int32) for flag in (
+    remote, expert_index_TK == -1, invalid
+  )])
+  counts = lax.psum(counts, axis_name)
+  return LayerStats(
+    expert_load_E=expert_load_E,
+    load_before_G=before_G,
+    load_after_G=jnp.sum(plan.quota, axis=0, dtype=jnp.int32),
+    load_floor=-(-jnp.max(domain_load) // domain),
+    replicas=replicas,
+    max_fanout=jnp.max(sent_G),
+    replica_bytes=replicas.astype(jnp.float32) * copy_bytes,
+    remote_assignments=counts[0],
+    rounds=rounds,
+    masked=counts[1],
+    invalid=counts[2],
+  )
