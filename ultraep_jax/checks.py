@@ -1,5 +1,7 @@
 """Checks of a layer's arguments at trace time; every error says what was expected and got."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +12,7 @@ from ultraep_jax.types import ExpertWeights
 Array = jax.Array
 
 
-def check_array(name: str, value: object, shape: tuple[int | str, ...], kind: type) -> None:
+def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: type) -> None:
   """Raises unless ``value`` is an array of that kind and shape; letters match any size.
 
   Raises:
@@ -40,7 +42,7 @@ def check_config(config: object) -> None:
     )
 
 
-def check_weights(weights: object, leading: int | str, hidden: int | str = "D") -> None:
+def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> None:
   """Raises unless ``weights`` are expert weights that fit together."""
   if not isinstance(weights, ExpertWeights):
     raise TypeError(f"weights: expected ExpertWeights, got {type(weights).__name__}")

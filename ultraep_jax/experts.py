@@ -141,9 +141,9 @@ class _Tiles:
 
 
 def _tile_rows(capacity: int, num_slots: int) -> int:
-  """About a quarter of a mean group, so that little of the last tile of a group is wasted."""
-  quarter = max(capacity // (4 * num_slots), 1)
-  return min(capacity, max(8, min(512, 1 << (quarter.bit_length() - 1))))
+  """About a mean group, within what keeps both an H200 and a CPU busy (docs/benchmarks.md)."""
+  mean = max(capacity // num_slots, 1)
+  return min(capacity, max(8, min(1024, 1 << (mean.bit_length() - 1))))
 
 
 class Hidden(NamedTuple):
@@ -216,9 +216,7 @@ def expert_backward(
   up_home, up_replica = grouped_matmul_wgrad(rows_CD, hidden_grad.up_CF, group_size_P, num_home)
   rows_grad_CD = grouped_matmul(
     hidden_grad.gate_CF, home.wi_gate, replica.wi_gate, group_size_P, transpose_rhs=True
-  ) + grouped_matmul(
-    hidden_grad.up_CF, home.wi_up, replica.wi_up, group_size_P, transpose_rhs=True
-  )
+  ) + grouped_matmul(hidden_grad.up_CF, home.wi_up, replica.wi_up, group_size_P, transpose_rhs=True)
   return ExpertGrads(
     rows_CD=rows_grad_CD,
     gate_C=gate_grad_C,

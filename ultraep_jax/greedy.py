@@ -1,31 +1,41 @@
 """Greedy placement of replicas: many thresholds and rules, tried side by side.
 
-A probe fixes a threshold and three choices. Ranks above the threshold give their excess away,
-one piece at a time, to ranks below it that have a free replica slot. The reference system tries
-three thresholds one after the other with one rule; whether a threshold works is not monotone,
-so here every probe runs, and ``plan.py`` judges what each one ends with.
+A probe fixes a threshold and a rule. Ranks above the threshold give their excess away, piece by
+piece, to ranks below it that have an empty replica slot. Whether this succeeds is not monotone in
+the threshold, and no rule is best everywhere, so every probe runs to its end, one piece per step,
+and ``plan.py`` judges what each ends with. A probe that cannot place all its excess is judged
+like the others: what it has placed is a legal plan.
 
-Axes: N domains, R ranks of a domain, M experts of a rank, B probes (of all domains), S slots.
+Shapes: N domains, R ranks of a domain, M experts of a rank, S slots of a rank, B probes of all
+domains. A *key* names an expert by its home rank and its place there in falling order of load.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
+from ultraep_jax.integers import INT32_MAX
 from ultraep_jax.types import Array
 
-_INT32_MAX = 2**31 - 1
+# Which rank takes a piece: the one with the largest slack, or the smallest slack that suffices,
+# if the piece is all that its source still has to give (LAST) or always (ANY).
+_LARGEST, _FIT_LAST, _FIT_ANY = range(3)
+# Sources take turns from hot to cold or from cold to hot; who takes a piece; whether a piece is
+# at least the source's need spread over the empty slots. On the same budget of probes these
+# twelve rules end lower than eight (without _FIT_ANY) at more thresholds.
+RULES = tuple(itertools.product((True, False), (_LARGEST, _FIT_LAST, _FIT_ANY), (False, True)))
 
 
 class Loads(NamedTuple):
-  """Home loads of every domain, and the orders in which they are given away.
+  """Home loads of every domain, and the orders in which they are given away (int32).
 
   Attributes:
     rank_NR: load of each rank.
-    hottest_NR: ranks by falling load.
-    expert_NRM: load of each rank's experts, falling.
-    index_NRM: which of the rank's M experts that is.
+    hottest_NR: ranks in falling order of load.
+    expert_NRM: loads of a rank's experts, falling.
+    index_NRM: the expert in that place, in ``[0, M)``.
   """
 
   rank_NR: Array
@@ -35,31 +45,27 @@ class Loads(NamedTuple):
 
 
 class Probes(NamedTuple):
-  """What distinguishes probes. All ``[B]``.
+  """What to try.
 
   Attributes:
-    domain: which domain is planned.
-    threshold: load above which a rank gives and up to which a rank takes.
-    hot_first: sources take turns from hot to cold, else from cold to hot.
-    best_fit: a piece goes to the smallest slack that holds it, else to the largest.
-    even_pieces: no piece is smaller than the need over the free slots.
+    domain_B: int32, the domain that is planned.
+    threshold_B: int32, the load down to which ranks give and up to which they take.
+    rule_B: int32, index into ``RULES``.
   """
 
-  domain: Array
-  threshold: Array
-  hot_first: Array
-  best_fit: Array
-  even_pieces: Array
+  domain_B: Array
+  threshold_B: Array
+  rule_B: Array
 
 
 class Outcome(NamedTuple):
-  """What the judge needs to know of a placement. All ``[B]`` int32.
+  """What a placement is judged by, int32, any shape.
 
   Attributes:
     busiest: load of the busiest rank.
     replicas: copies made.
-    slots: most slots filled on one rank.
-    egress: most copies, or most experts with a copy, that one home gave away.
+    slots: most slots filled on a rank.
+    egress: most copies of the experts of one home, or most such experts that have a copy.
   """
 
   busiest: Array
@@ -70,167 +76,185 @@ class Outcome(NamedTuple):
 
 class _State(NamedTuple):
   load_BR: Array
-  free_BR: Array  # empty slots
-  last_BR: Array  # copy that the rank took last, as R·M index; tells who holds the current one
-  turn_B: Array  # position in the order of sources
-  pick_B: Array  # position in the source's order of experts
-  moved_B: Array  # tokens this source gave away
-  taken_B: Array  # tokens of this expert given away
-  sent_B: Array  # copies (or experts with a copy) of this source
-  replicas_B: Array
+  empty_BR: Array  # empty slots
+  last_BR: Array  # key of the copy a rank took last; it holds the current expert if it is that
+  turn_B: Array  # sources that are done
+  place_B: Array  # place of the current expert on the current source
+  given_B: Array  # tokens that the current source has given away
+  taken_B: Array  # of these, tokens of the current expert
+  sent_B: Array  # copies, or experts with a copy, of the current source
   egress_B: Array
+  replicas_B: Array
 
 
-class _Move(NamedTuple):
-  """One piece per probe; ``tokens`` is 0 where a probe moves nothing."""
+class _Piece(NamedTuple):
+  """What a probe moves in one step; nothing if ``tokens_B`` is 0."""
 
   key_B: Array
   rank_B: Array
   tokens_B: Array
 
 
+class _Search(NamedTuple):
+  loads: Loads
+  probes: Probes
+  sources_B: Array  # ranks above the threshold
+  hot_first_B: Array  # the columns of RULES
+  fit_B: Array
+  even_B: Array
+
+
 def sort_loads(load_NRM: Array) -> Loads:
   """Orders ranks and experts by falling load, ties by index."""
-  rank_NR = jnp.sum(load_NRM, axis=-1)
+  rank_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
   index_NRM = jnp.argsort(-load_NRM, axis=-1, stable=True).astype(jnp.int32)
-  return Loads(
-    rank_NR=rank_NR,
-    hottest_NR=jnp.argsort(-rank_NR, axis=-1, stable=True).astype(jnp.int32),
-    expert_NRM=jnp.take_along_axis(load_NRM, index_NRM, axis=-1),
-    index_NRM=index_NRM,
-  )
+  hottest_NR = jnp.argsort(-rank_NR, axis=-1, stable=True).astype(jnp.int32)
+  return Loads(rank_NR, hottest_NR, jnp.take_along_axis(load_NRM, index_NRM, axis=-1), index_NRM)
 
 
-def run_probes(
-  loads: Loads, probes: Probes, slots: int, min_tokens: int, count_copies: bool
+def run(
+  loads: Loads, probes: Probes, num_slots: int, min_tokens: int, count_copies: bool
 ) -> Outcome:
-  """Runs every probe to its end and reports how it ended.
+  """Runs all probes.
 
   Args:
-    count_copies: egress counts copies (each is sent by the home) instead of experts (the home
-      sends one copy of each, holders pass it on).
+    loads: home loads.
+    probes: what to try.
+    num_slots: S.
+    min_tokens: no copy serves fewer tokens.
+    count_copies: ``egress`` counts copies, not experts with a copy.
+
+  Returns:
+    ``[B]`` outcomes.
   """
-  step = _stepper(loads, probes, min_tokens, count_copies)
-  active = _activity(loads, probes)
+  search = _search(loads, probes)
+
+  def body(state: _State) -> _State:
+    return _step(search, state, min_tokens, count_copies)[0]
+
   state = lax.while_loop(
-    lambda state: jnp.any(active(state)), lambda state: step(state)[0], _start(loads, probes, slots)
+    lambda state: jnp.any(_active(search, state)), body, _start(search, num_slots)
   )
   return Outcome(
     busiest=jnp.max(state.load_BR, axis=-1),
     replicas=state.replicas_B,
-    slots=slots - jnp.min(state.free_BR, axis=-1),
+    slots=num_slots - jnp.min(state.empty_BR, axis=-1),
     egress=state.egress_B,
   )
 
 
-def record_probes(
-  loads: Loads, probes: Probes, slots: int, min_tokens: int
-) -> tuple[Array, Array]:
-  """Runs probes again, keeping their placements.
+def place(loads: Loads, probes: Probes, num_slots: int, min_tokens: int) -> tuple[Array, Array]:
+  """Runs a few probes again and keeps their placements, which ``run`` would carry for all.
 
   Returns:
-    ``[B, R, S]`` int32, the copied expert as index into the domain's R·M, −1 if empty; and
-    ``[B, R, S]`` int32, the tokens it serves.
+    ``[B, R, S]`` int32, the expert copied into each slot, in ``[0, R * M)``, −1 if empty; and
+    ``[B, R, S]`` int32, the tokens that the copy serves.
   """
-  step = _stepper(loads, probes, min_tokens, count_copies=False)
-  active = _activity(loads, probes)
-  start = _start(loads, probes, slots)
-  shape = (*start.load_BR.shape, slots)
-  slot_S = jnp.arange(slots)[None, None, :]
-  rank_R = jnp.arange(shape[1])[None, :]
-  experts_per_rank = loads.expert_NRM.shape[-1]
+  search = _search(loads, probes)
+  start = _start(search, num_slots)
+  per_rank = loads.index_NRM.shape[-1]
+  rank_BR = lax.broadcasted_iota(jnp.int32, start.load_BR.shape, 1)
+  slot_BRS = lax.broadcasted_iota(jnp.int32, (*start.load_BR.shape, num_slots), 2)
 
-  def body(carry):
+  def body(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
     state, expert_BRS, tokens_BRS = carry
-    after, move = step(state)
-    key_B = probes.domain * loads.hottest_NR.shape[-1] * experts_per_rank + move.key_B
-    home_B = move.key_B // experts_per_rank
-    expert_B = home_B * experts_per_rank + jnp.take(loads.index_NRM.reshape(-1), key_B)
-    here_BR = (rank_R == move.rank_B[:, None]) & (move.tokens_B > 0)[:, None]
-    here_BRS = here_BR[:, :, None] & (slot_S == (slots - state.free_BR)[:, :, None])
-    expert_BRS = jnp.where(here_BRS, expert_B[:, None, None], expert_BRS)
-    tokens_BRS = jnp.where(here_BRS, move.tokens_B[:, None, None], tokens_BRS)
+    after, piece = _step(search, state, min_tokens, count_copies=False)
+    home_B = piece.key_B // per_rank
+    expert_B = home_B * per_rank + _lookup(loads.index_NRM, probes.domain_B, piece.key_B)
+    next_BR = jnp.where(rank_BR == piece.rank_B[:, None], num_slots - state.empty_BR, -1)
+    next_BR = jnp.where(piece.tokens_B[:, None] > 0, next_BR, -1)
+    fills_BRS = slot_BRS == next_BR[:, :, None]
+    expert_BRS = jnp.where(fills_BRS, expert_B[:, None, None], expert_BRS)
+    tokens_BRS = jnp.where(fills_BRS, piece.tokens_B[:, None, None], tokens_BRS)
     return after, expert_BRS, tokens_BRS
 
-  zero_BRS = jnp.broadcast_to(start.turn_B[:, None, None], shape)
+  zero_BRS = slot_BRS * 0 + start.load_BR[:, :, None] * 0
   _, expert_BRS, tokens_BRS = lax.while_loop(
-    lambda carry: jnp.any(active(carry[0])), body, (start, zero_BRS - 1, zero_BRS)
+    lambda carry: jnp.any(_active(search, carry[0])), body, (start, zero_BRS - 1, zero_BRS)
   )
   return expert_BRS, tokens_BRS
 
 
-def _start(loads: Loads, probes: Probes, slots: int) -> _State:
-  load_BR = jnp.take(loads.rank_NR, probes.domain, axis=0)
-  # Made from the loads, so that the carry has their type inside shard_map.
-  zero_BR, zero_B = load_BR * 0, probes.threshold * 0
-  return _State(load_BR, zero_BR + slots, zero_BR - 1, *(7 * (zero_B,)))
+def _lookup(table: Array, domain_B: Array, index_B: Array) -> Array:
+  """``table[domain]``, flattened, at ``index``."""
+  size = table.size // table.shape[0]
+  return jnp.take(table.reshape(-1), domain_B * size + index_B, mode="clip")
 
 
-def _activity(loads: Loads, probes: Probes):
-  above_BR = jnp.take(loads.rank_NR, probes.domain, axis=0) > probes.threshold[:, None]
+def _search(loads: Loads, probes: Probes) -> _Search:
+  above_BR = loads.rank_NR[probes.domain_B] > probes.threshold_B[:, None]
   sources_B = jnp.sum(above_BR, axis=-1, dtype=jnp.int32)
-  return lambda state: state.turn_B < sources_B
+  rule_B = [jnp.array(column)[probes.rule_B] for column in zip(*RULES, strict=True)]
+  return _Search(loads, probes, sources_B, *rule_B)
 
 
-def _stepper(loads: Loads, probes: Probes, min_tokens: int, count_copies: bool):
-  """A function that lets every probe try to move one piece."""
-  ranks, per_rank = loads.expert_NRM.shape[1:]
-  rank_R = jnp.arange(ranks)[None, :]
-  above_BR = jnp.take(loads.rank_NR, probes.domain, axis=0) > probes.threshold[:, None]
-  sources_B = jnp.sum(above_BR, axis=-1, dtype=jnp.int32)
-  rank_base_B = probes.domain * ranks
-  hottest, rank_load = loads.hottest_NR.reshape(-1), loads.rank_NR.reshape(-1)
-  expert_load = loads.expert_NRM.reshape(-1)
-  least = min(min_tokens, _INT32_MAX)
+def _start(search: _Search, num_slots: int) -> _State:
+  load_BR = search.loads.rank_NR[search.probes.domain_B]
+  # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
+  zero_BR, zero_B = load_BR * 0, load_BR[:, 0] * 0
+  return _State(load_BR, zero_BR + num_slots, zero_BR - 1, *[zero_B] * 7)
 
-  def step(state: _State) -> tuple[_State, _Move]:
-    active_B = state.turn_B < sources_B
-    turn_B = jnp.where(probes.hot_first, state.turn_B, sources_B - 1 - state.turn_B)
-    source_B = jnp.take(hottest, rank_base_B + jnp.clip(turn_B, 0, ranks - 1))
-    key_B = source_B * per_rank + state.pick_B
-    excess_B = jnp.take(rank_load, rank_base_B + source_B) - probes.threshold
-    need_B = excess_B - state.moved_B
-    left_B = jnp.take(expert_load, rank_base_B * per_rank + key_B) - state.taken_B
 
-    may_BR = (state.free_BR > 0) & (state.last_BR != key_B[:, None])
-    slack_BR = jnp.where(may_BR, jnp.maximum(probes.threshold[:, None] - state.load_BR, 0), 0)
-    room_B = jnp.max(slack_BR, axis=-1)
-    free_B = jnp.sum(jnp.where(slack_BR > 0, state.free_BR, 0), axis=-1)
-    even_B = jnp.where(probes.even_pieces, -(-need_B // jnp.maximum(free_B, 1)), 1)
-    floor_B = jnp.maximum(even_B, least)
-    piece_B = jnp.minimum(jnp.maximum(need_B, floor_B), left_B)
-    fit_B = jnp.min(jnp.where(slack_BR >= piece_B[:, None], slack_BR, _INT32_MAX), axis=-1)
-    choice_B = jnp.where(probes.best_fit & (room_B >= piece_B), fit_B, room_B)
-    chosen_BR = slack_BR == choice_B[:, None]
-    rank_B = jnp.min(jnp.where(chosen_BR, rank_R, ranks), axis=-1)
-    tokens_B = jnp.minimum(piece_B, room_B)
-    moves_B = active_B & (tokens_B >= floor_B)
-    tokens_B = jnp.where(moves_B, tokens_B, 0)
+def _active(search: _Search, state: _State) -> Array:
+  return state.turn_B < search.sources_B
 
-    takes_BR = moves_B[:, None] & (rank_R == rank_B[:, None])
-    gives_BR = rank_R == source_B[:, None]
-    change_BR = jnp.where(takes_BR, tokens_B[:, None], jnp.where(gives_BR, -tokens_B[:, None], 0))
 
-    fresh_B = state.taken_B == 0
-    expert_ends_B = ~moves_B | (tokens_B == left_B)
-    # Nobody takes a piece of an untouched expert: later experts are smaller, none will do.
-    stuck_B = ~moves_B & fresh_B
-    last_B = expert_ends_B & (state.pick_B == per_rank - 1)
-    source_ends_B = active_B & (stuck_B | last_B | (tokens_B >= need_B))
-    expert_ends_B |= source_ends_B
-    sent_B = state.sent_B + (moves_B & (fresh_B | count_copies)).astype(jnp.int32)
-    after = _State(
-      load_BR=state.load_BR + change_BR,
-      free_BR=state.free_BR - takes_BR.astype(jnp.int32),
-      last_BR=jnp.where(takes_BR, key_B[:, None], state.last_BR),
-      turn_B=state.turn_B + source_ends_B.astype(jnp.int32),
-      pick_B=jnp.where(source_ends_B, 0, state.pick_B + (active_B & expert_ends_B)),
-      moved_B=jnp.where(source_ends_B, 0, state.moved_B + tokens_B),
-      taken_B=jnp.where(expert_ends_B, 0, state.taken_B + tokens_B),
-      sent_B=jnp.where(source_ends_B, 0, sent_B),
-      replicas_B=state.replicas_B + moves_B.astype(jnp.int32),
-      egress_B=jnp.maximum(state.egress_B, sent_B),
-    )
-    return after, _Move(key_B, rank_B, tokens_B)
+def _step(
+  search: _Search, state: _State, min_tokens: int, count_copies: bool
+) -> tuple[_State, _Piece]:
+  """Every probe moves one piece, or goes on to its next expert or source if none can move."""
+  loads, probes, sources_B, hot_first_B, fit_B, even_B = search
+  threshold_B = probes.threshold_B
+  num_ranks, per_rank = loads.expert_NRM.shape[1:]
+  rank_BR = lax.broadcasted_iota(jnp.int32, state.load_BR.shape, 1)
 
-  return step
+  active_B = _active(search, state)
+  turn_B = jnp.where(hot_first_B, state.turn_B, sources_B - 1 - state.turn_B)
+  source_B = _lookup(loads.hottest_NR, probes.domain_B, jnp.clip(turn_B, 0, num_ranks - 1))
+  key_B = source_B * per_rank + state.place_B
+  load_B = _lookup(loads.rank_NR, probes.domain_B, source_B)
+  need_B = load_B - state.given_B - threshold_B
+  left_B = _lookup(loads.expert_NRM, probes.domain_B, key_B) - state.taken_B
+
+  can_take_BR = (state.empty_BR > 0) & (state.last_BR != key_B[:, None])
+  slack_BR = jnp.where(can_take_BR, jnp.maximum(threshold_B[:, None] - state.load_BR, 0), 0)
+  most_B = jnp.max(slack_BR, axis=-1)
+  slots_B = jnp.sum(jnp.where(slack_BR > 0, state.empty_BR, 0), axis=-1, dtype=jnp.int32)
+  share_B = jnp.where(even_B, -(-need_B // jnp.maximum(slots_B, 1)), 1)
+  floor_B = jnp.maximum(share_B, min(min_tokens, INT32_MAX))
+  # A need below the floor is rounded up: the source then ends below the threshold.
+  piece_B = jnp.minimum(jnp.maximum(need_B, floor_B), left_B)
+  least_fit_B = jnp.min(jnp.where(slack_BR >= piece_B[:, None], slack_BR, INT32_MAX), axis=-1)
+  closing_B = (fit_B == _FIT_ANY) | ((fit_B == _FIT_LAST) & (left_B >= need_B))
+  wanted_B = jnp.where(closing_B & (most_B >= piece_B), least_fit_B, most_B)
+  wanted_BR = jnp.where(slack_BR == wanted_B[:, None], rank_BR, num_ranks)
+  taker_B = jnp.min(wanted_BR, axis=-1)
+  tokens_B = jnp.minimum(piece_B, most_B)
+  moves_B = active_B & (tokens_B >= floor_B)
+  tokens_B = jnp.where(moves_B, tokens_B, 0)
+
+  first_B = state.taken_B == 0
+  expert_done_B = active_B & (~moves_B | (tokens_B == left_B))
+  # If nobody takes a first piece of this expert, nobody takes one of a smaller expert.
+  source_done_B = active_B & (
+    (tokens_B >= need_B) | (~moves_B & first_B) | (expert_done_B & (state.place_B == per_rank - 1))
+  )
+  expert_done_B |= source_done_B
+
+  takes_BR = (rank_BR == taker_B[:, None]) & moves_B[:, None]
+  gain_BR = jnp.where(takes_BR, tokens_B[:, None], 0)
+  loss_BR = jnp.where(rank_BR == source_B[:, None], tokens_B[:, None], 0)
+  sent_B = state.sent_B + (moves_B & (first_B | count_copies)).astype(jnp.int32)
+  after = _State(
+    load_BR=state.load_BR + gain_BR - loss_BR,
+    empty_BR=state.empty_BR - takes_BR.astype(jnp.int32),
+    last_BR=jnp.where(takes_BR, key_B[:, None], state.last_BR),
+    turn_B=state.turn_B + source_done_B.astype(jnp.int32),
+    place_B=jnp.where(source_done_B, 0, state.place_B + expert_done_B.astype(jnp.int32)),
+    given_B=jnp.where(source_done_B, 0, state.given_B + tokens_B),
+    taken_B=jnp.where(expert_done_B, 0, state.taken_B + tokens_B),
+    sent_B=jnp.where(source_done_B, 0, sent_B),
+    egress_B=jnp.maximum(state.egress_B, sent_B),
+    replicas_B=state.replicas_B + moves_B.astype(jnp.int32),
+  )
+  return after, _Piece(key_B, taker_B, tokens_B)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 Array = jax.Array
 
@@ -14,7 +15,7 @@ def check_expert_index(expert_index: Array, num_experts: int) -> None:
   Raises:
     ValueError: names the range and the first offender.
   """
-  if isinstance(expert_index, jax.core.Tracer):
+  if isinstance(expert_index, Tracer):
     return
   values = np.asarray(expert_index)
   wrong = values[(values < -1) | (values >= num_experts)]

@@ -13,7 +13,7 @@ from ultraep_jax import exchange, experts, load, replicate, route, stats, strate
 from ultraep_jax.checks import check_layer
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
-from ultraep_jax.types import ExpertWeights, LayerStats, Plan, PlanCost, Routes
+from ultraep_jax.types import ExpertWeights, LayerStats, PlanCost, Routes
 
 Array = jax.Array
 Activation = Callable[[Array], Array]
@@ -74,11 +74,14 @@ def moe(
   if strategy.reassign is not None:
     expert_index_TK = strategy.reassign(expert_index_TK, rank, num_experts, num_ranks)
 
-  capacity = route.row_capacity(*expert_index_TK.shape, config)
+  num_tokens, top_k = expert_index_TK.shape
+  capacity = route.row_capacity(num_tokens, top_k, config)
   load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
   plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
-  rounds = mesh_max(routes.num_rounds)
+  # A buffer for every assignment of every rank, as on one rank, never needs a second round.
+  worst = num_ranks * expert_index_TK.size
+  rounds = mesh_max(routes.num_rounds) if capacity < worst else None
 
   routing = _name(_Routing(plan.replica_expert, routes, rounds), PLAN_NAME)
   static = _Static(axis_name, capacity, config.domain_size, activation)
@@ -93,7 +96,15 @@ def moe(
     to_varying(routing, axes),
   )
   measured = stats.layer_stats(
-    expert_index_TK, load_GE, plan, routes, rounds, weights, x_TD.dtype, config, axis_name
+    expert_index_TK,
+    load_GE,
+    plan,
+    routes,
+    jnp.int32(1) if rounds is None else rounds,
+    weights,
+    x_TD.dtype,
+    config,
+    axis_name,
   )
   return y_TD, measured
 
@@ -125,7 +136,7 @@ class _Routing(NamedTuple):
 
   replica_expert_GS: Array
   routes: Routes
-  rounds: Array
+  rounds: Array | None  # None: one, whatever the loads
 
 
 class _Round(NamedTuple):
@@ -165,7 +176,8 @@ def _forward(
     return exchange.combine(out_CD, this.gate_C, this.crossing, this.row_AK), this
 
   y_TD, first = run(0)
-  y_TD = lax.fori_loop(jnp.int32(1), routing.rounds, lambda i, y_TD: y_TD + run(i)[0], y_TD)
+  if routing.rounds is not None:
+    y_TD = lax.fori_loop(jnp.int32(1), routing.rounds, lambda i, y_TD: y_TD + run(i)[0], y_TD)
   hidden = _name(first.hidden, HIDDEN_NAME)
   first = _name(first, ROWS_NAME)._replace(hidden=hidden)
   return y_TD.astype(x_TD.dtype), (x_TD, gate_TK, weights, routing, first)
@@ -200,7 +212,9 @@ def _backward(
     _, this = _run_round(static, x_TD, gate_TK, home, replica, routing, index)
     return jax.tree.map(jnp.add, total, round_grads(index, this))
 
-  total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, round_grads(0, first))
+  total = round_grads(0, first)
+  if routing.rounds is not None:
+    total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, total)
   home_grads = replicate.reduce_replicas(
     total.replica,
     total.home,

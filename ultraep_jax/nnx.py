@@ -81,7 +81,7 @@ class MoE(nnx.Module):
   >>>
   >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("expert",))):
   ...   model = uep.nnx.MoE(embed_dim=16, expert_dim=32, gating=gating, rngs=nnx.Rngs(0))
-  ...   optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+  ...   optimizer = nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
   ...   x = jax.random.normal(jax.random.key(1), (8, 4, 16))
   ...   loss, aux = train_step(model, optimizer, x)
   >>> int(aux.expert_load_E.sum()), sorted(aux.stats.scalars())[:2]

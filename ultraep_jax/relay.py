@@ -21,7 +21,6 @@ experts; the other copies of an expert, its *need*, may go to any member:
 
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -101,9 +100,7 @@ def depth(replica_expert_GS: Array, parent_GS: Array, num_experts: int) -> Array
   """
   _check_placement(replica_expert_GS, num_experts)
   if parent_GS.shape != replica_expert_GS.shape:
-    raise ValueError(
-      f"parent_GS: expected shape {replica_expert_GS.shape}, got {parent_GS.shape}"
-    )
+    raise ValueError(f"parent_GS: expected shape {replica_expert_GS.shape}, got {parent_GS.shape}")
   num_ranks, num_slots = replica_expert_GS.shape
   size = num_ranks * num_slots
   if size == 0:

@@ -82,7 +82,8 @@ def route_tokens(
   row_A = lines.row_start_EG[expert_A, host_A] + jnp.where(kept_A, ordinal_A, offset_A)
 
   size_GP = slot_sizes(plan)
-  capacity = row_capacity(*expert_index_TK.shape, config)
+  num_tokens, top_k = expert_index_TK.shape
+  capacity = row_capacity(num_tokens, top_k, config)
   busiest = jnp.max(jnp.sum(plan.quota, axis=0))
   return Routes(
     dest_TK=jnp.where(valid_A, host_A, -1).reshape(expert_index_TK.shape),

@@ -1,5 +1,6 @@
 """The balanced MoE layer on global arrays and the context mesh."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -66,8 +67,38 @@ def sharded_moe(
   context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   axes = _token_axes(context, axis_name, token_axes)
   _check(x, expert_index, gate, weights, config, context, axis_name, axes)
-  groups = tuple(axis for axis in axes if axis != axis_name)
-  by_token, by_expert = PartitionSpec(axes), PartitionSpec(axis_name)
+  return _run(
+    x,
+    expert_index,
+    gate,
+    weights,
+    config=config,
+    axis_name=axis_name,
+    token_axes=axes,
+    activation=activation,
+    mesh=mesh,
+  )
+
+
+# Compiled as a whole when called eagerly, as in a notebook.
+@functools.partial(
+  jax.jit, static_argnames=("config", "axis_name", "token_axes", "activation", "mesh")
+)
+def _run(
+  x: Array,
+  expert_index: Array,
+  gate: Array,
+  weights: ExpertWeights,
+  *,
+  config: BalanceConfig,
+  axis_name: str,
+  token_axes: tuple[str, ...],
+  activation: Activation,
+  mesh: jax.sharding.Mesh | None,
+) -> tuple[Array, LayerStats]:
+  context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  groups = tuple(axis for axis in token_axes if axis != axis_name)
+  by_token, by_expert = PartitionSpec(token_axes), PartitionSpec(axis_name)
 
   def local(
     x: Array, expert_index: Array, gate: Array, weights: ExpertWeights
@@ -150,7 +181,5 @@ def _check(
     )
   tokens = math.prod(x.shape[:-1]) // parts
   num_experts = weights.wo.shape[0]
-  checks.check_sizes(
-    tokens, expert_index.shape[-1], num_experts, mesh.shape[axis_name], config
-  )
+  checks.check_sizes(tokens, expert_index.shape[-1], num_experts, mesh.shape[axis_name], config)
   load.check_expert_index(expert_index, num_experts)

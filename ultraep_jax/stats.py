@@ -47,9 +47,9 @@ def layer_stats(
   rank = lax.axis_index(axis_name)
   remote = (routes.dest_TK >= 0) & (routes.dest_TK != rank)
   invalid = (expert_index_TK < -1) | (expert_index_TK >= num_experts)
-  counts = jnp.stack([jnp.sum(flag, dtype=jnp.int32) for flag in (
-    remote, expert_index_TK == -1, invalid
-  )])
+  counts = jnp.stack(
+    [jnp.sum(flag, dtype=jnp.int32) for flag in (remote, expert_index_TK == -1, invalid)]
+  )
   counts = lax.psum(counts, axis_name)
   return LayerStats(
     expert_load_E=expert_load_E,

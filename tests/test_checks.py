@@ -1,0 +1,258 @@
+"""Wrong arguments raise at trace time and say what was expected and what came."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ultraep_jax as uep
+
+G, E, N, D, F, K = 4, 8, 16, 4, 6, 2
+CONFIG = uep.BalanceConfig(objective="balance", replica_slots=1)
+
+
+def arguments():
+  weights = uep.ExpertWeights(jnp.ones((E, D, F)), jnp.ones((E, D, F)), jnp.ones((E, F, D)))
+  index = jnp.arange(N * K, dtype=jnp.int32).reshape(N, K) % E
+  return {
+    "x": jnp.ones((N, D)),
+    "expert_index": index,
+    "gate": jnp.ones((N, K)),
+    "weights": weights,
+    "config": CONFIG,
+  }
+
+
+def mesh(ranks=G, name="expert"):
+  return jax.make_mesh(
+    (ranks,), (name,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks]
+  )
+
+
+def weights_with(**leaves):
+  return arguments()["weights"]._replace(**leaves)
+
+
+# What to change in a good call, the error, and the words it must say.
+WRONG = {
+  "x of rank 1": ({"x": jnp.ones(N)}, ValueError, r"x: expected shape \[N, ..., D\], got \[16\]"),
+  "integer x": ({"x": jnp.ones((N, D), int)}, TypeError, "x: expected a dtype of kind floating"),
+  "no array": ({"gate": [[1.0]]}, TypeError, "gate: expected an array, got list"),
+  "float index": (
+    {"expert_index": jnp.ones((N, K))},
+    TypeError,
+    "expert_index: expected a dtype of kind integer, got float32",
+  ),
+  "index of other tokens": (
+    {"expert_index": jnp.zeros((N + 4, K), jnp.int32)},
+    ValueError,
+    r"expert_index: expected shape \[16, K\], got \[20, 2\]",
+  ),
+  "gate of other K": (
+    {"gate": jnp.ones((N, K + 1))},
+    ValueError,
+    r"gate: expected shape \[16, 2\], got \[16, 3\]",
+  ),
+  "index outside": (
+    {"expert_index": jnp.full((N, K), E, jnp.int32)},
+    ValueError,
+    r"expert_index: expected values in \[-1, 8\), got 8",
+  ),
+  "weights as a plain tuple": (
+    {"weights": (jnp.ones((E, D, F)),) * 3},
+    TypeError,
+    "weights: expected ExpertWeights, got tuple",
+  ),
+  "weights of another width": (
+    {"weights": weights_with(wi_gate=jnp.ones((E, D + 1, F)))},
+    ValueError,
+    r"weights.wi_gate: expected shape \[E, 4, F\], got \[8, 5, 6\]",
+  ),
+  "up unlike gate": (
+    {"weights": weights_with(wi_up=jnp.ones((E, D, F + 1)))},
+    ValueError,
+    r"weights.wi_up: expected shape \[8, 4, 6\], got \[8, 4, 7\]",
+  ),
+  "wo not transposed": (
+    {"weights": weights_with(wo=jnp.ones((E, D, F)))},
+    ValueError,
+    r"weights.wo: expected shape \[8, 6, 4\], got \[8, 4, 6\]",
+  ),
+  "mixed weight dtypes": (
+    {"weights": weights_with(wo=jnp.ones((E, F, D), jnp.bfloat16))},
+    TypeError,
+    "weights: expected one dtype, got",
+  ),
+  "E not divisible by G": (
+    {"weights": jax.tree.map(lambda leaf: leaf[:7], arguments()["weights"])},
+    ValueError,
+    "num_experts: expected a multiple of the 4 ranks, got 7",
+  ),
+  "K above E": (
+    {"expert_index": jnp.zeros((N, E + 1), jnp.int32), "gate": jnp.ones((N, E + 1))},
+    ValueError,
+    r"top_k: expected 1 to 8 \(the experts\), got 9",
+  ),
+  "tokens not divisible": (
+    {
+      "x": jnp.ones((N + 1, D)),
+      "expert_index": jnp.zeros((N + 1, K), jnp.int32),
+      "gate": jnp.ones((N + 1, K)),
+    },
+    ValueError,
+    r"x: expected a first axis divisible by 4 \(mesh axes \('expert',\)\), got 17",
+  ),
+  "no tokens": (
+    {
+      "x": jnp.ones((0, D)),
+      "expert_index": jnp.zeros((0, K), jnp.int32),
+      "gate": jnp.ones((0, K)),
+    },
+    ValueError,
+    "tokens per rank: expected at least 1, got 0",
+  ),
+  "missing axis": (
+    {"axis_name": "experts"},
+    ValueError,
+    r"axis_name: expected an axis of the mesh, \('expert',\), got 'experts'",
+  ),
+  "token axes without the experts'": (
+    {"token_axes": ()},
+    ValueError,
+    "token_axes: expected axes of",
+  ),
+  "domains that do not divide": (
+    {"config": dataclasses.replace(CONFIG, domain_size=3)},
+    ValueError,
+    "domain_size: expected a divisor of the 4 ranks, got 3",
+  ),
+  "config as a dict": (
+    {"config": {"replica_slots": 2}},
+    TypeError,
+    "config: expected a BalanceConfig, got dict",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_sharded_moe_rejects(name):
+  changes, error, message = WRONG[name]
+  call = arguments() | changes
+  with jax.set_mesh(mesh()), pytest.raises(error, match=message):
+    uep.sharded_moe(**call)
+
+
+def test_the_unchanged_call_is_right():
+  with jax.set_mesh(mesh()):
+    y, _ = uep.sharded_moe(**arguments())
+  assert y.shape == (N, D)
+
+
+CONFIGS = {
+  "negative slots": (
+    {"replica_slots": -1},
+    ValueError,
+    "replica_slots: expected at least 0, got -1",
+  ),
+  "slots as a float": (
+    {"replica_slots": 2.0},
+    TypeError,
+    "replica_slots: expected an int, got float",
+  ),
+  "slots as a bool": (
+    {"replica_slots": True},
+    TypeError,
+    "replica_slots: expected an int, got bool",
+  ),
+  "capacity below one": (
+    {"capacity_factor": 0.99},
+    ValueError,
+    "capacity_factor: expected a finite number of at least 1, got 0.99",
+  ),
+  "capacity nan": (
+    {"capacity_factor": float("nan")},
+    ValueError,
+    "capacity_factor: expected a finite",
+  ),
+  "target below one": (
+    {"target": 0.5},
+    ValueError,
+    "target: expected a finite number of at least 1",
+  ),
+  "target as text": ({"target": "1.01"}, TypeError, "target: expected a float, got str"),
+  "no tokens a replica": (
+    {"min_tokens_per_replica": 0},
+    ValueError,
+    "min_tokens_per_replica: expected at least 1, got 0",
+  ),
+  "domain of zero": ({"domain_size": 0}, ValueError, "domain_size: expected at least 1, got 0"),
+  "negative cost": ({"copy_rows": -1}, ValueError, "copy_rows: expected at least 0, got -1"),
+  "unknown objective": ({"objective": "speed"}, ValueError, "objective: expected one of"),
+  "unknown strategy": ({"strategy": "best"}, ValueError, "strategy: expected one of"),
+  "strategy of no kind": (
+    {"strategy": 3},
+    TypeError,
+    "strategy: expected a name, a planner function",
+  ),
+  "unknown transfer": ({"transfer": "pigeon"}, ValueError, "transfer: expected one of"),
+  "unknown implementation": (
+    {"implementation": "triton"},
+    ValueError,
+    "implementation: expected one of",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_rejects(name):
+  changes, error, message = CONFIGS[name]
+  with pytest.raises(error, match=message):
+    uep.BalanceConfig(**changes)
+
+
+def test_kernels_asked_for_by_name_are_not_here():
+  call = arguments() | {"config": dataclasses.replace(CONFIG, implementation="mosaic_gpu")}
+  with jax.set_mesh(mesh()), pytest.raises(NotImplementedError, match="mosaic_gpu"):
+    uep.sharded_moe(**call)
+
+
+def test_moe_outside_a_shard_map():
+  with pytest.raises(
+    ValueError, match="axis_name: expected a manual axis of the enclosing shard_map"
+  ):
+    call = arguments()
+    uep.moe(call["x"], call["expert_index"], call["gate"], call["weights"], config=call["config"])
+
+
+def test_more_assignments_than_int32_counts():
+  shape = jax.ShapeDtypeStruct
+  call = {
+    "x": shape((1 << 29, D), jnp.float32),
+    "expert_index": shape((1 << 29, E), jnp.int32),
+    "gate": shape((1 << 29, E), jnp.float32),
+    "weights": arguments()["weights"],
+  }
+  with (
+    jax.set_mesh(mesh()),
+    pytest.raises(ValueError, match=r"expected ranks \* tokens \* top_k below 2\*\*31"),
+  ):
+    jax.eval_shape(lambda call: uep.sharded_moe(**call, config=CONFIG), call)
+
+
+def test_no_mesh():
+  with pytest.raises(ValueError, match=r"set one with jax.set_mesh"):
+    uep.sharded_moe(**arguments())
+
+
+def test_inside_another_manual_mesh():
+  def inner(x):
+    call = arguments() | {"x": x}
+    return uep.sharded_moe(**call)[0]
+
+  with (
+    jax.set_mesh(mesh()),
+    pytest.raises(ValueError, match="expected no manual axis"),
+  ):
+    jax.shard_map(inner, in_specs=P("expert"), out_specs=P("expert"))(jnp.ones((N * G, D)))

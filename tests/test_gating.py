@@ -1,0 +1,322 @@
+"""The router against an independent NumPy implementation, its losses and its bias."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultraep_jax import gating
+from ultraep_jax.gating import GatingConfig, gate
+
+OPTIONS = {
+  "scoring": ("softmax", "sigmoid"),
+  "normalize_topk": (True, False),
+  "routed_scaling": (1.0, 2.5),
+  "groups": ((1, 1), (4, 2), (2, 1), (4, 4)),
+  "use_selection_bias": (False, True),
+  "masked": (False, True),
+}
+
+
+def numpy_gate(logits, config, bias, mask):
+  """One token at a time, by sorting: expert indices, gates and scores."""
+  tokens, experts = logits.shape
+  k = config.num_experts_per_tok
+  index, gates = np.full((tokens, k), -1, np.int32), np.zeros((tokens, k))
+  scores = np.zeros((tokens, experts))
+  for t in range(tokens):
+    row = logits[t].astype(np.float64) if mask is None or mask[t] else np.zeros(experts)
+    if config.scoring == "softmax":
+      exp = np.exp(row - row.max())
+      scores[t] = exp / exp.sum()
+    else:
+      scores[t] = 1 / (1 + np.exp(-row))
+    if mask is not None and not mask[t]:
+      continue
+    # Ties are decided on what the router compares: float32.
+    selection = scores[t].astype(np.float32) + (0 if bias is None else bias)
+    members = np.split(np.arange(experts), config.num_expert_groups)
+    group_score = [np.sort(selection[m])[-2:].sum() for m in members]
+    best = sorted(range(len(members)), key=lambda g: (-group_score[g], g))[: config.topk_groups]
+    allowed = [e for g in best for e in members[g]]
+    index[t] = sorted(allowed, key=lambda e: (-selection[e], e))[:k]
+    gates[t] = scores[t, index[t]]
+    if config.normalize_topk:
+      gates[t] /= gates[t].sum()
+    gates[t] *= config.routed_scaling
+  return index, gates, scores
+
+
+def spaced_logits(seed, tokens=24, experts=16):
+  """Logits whose scores are far enough apart that rounding cannot reorder them."""
+  rng = np.random.default_rng(seed)
+  levels = np.linspace(-2.0, 2.0, experts, dtype=np.float32)
+  return np.stack([rng.permutation(levels) for _ in range(tokens)])
+
+
+def make_bias(experts=16):
+  return np.random.default_rng(7).normal(0.0, 0.3, experts).astype(np.float32)
+
+
+@pytest.mark.parametrize("values", list(itertools.product(*OPTIONS.values())))
+def test_every_combination_of_options_matches_numpy(values):
+  options = dict(zip(OPTIONS, values, strict=True))
+  num_groups, topk_groups = options.pop("groups")
+  masked = options.pop("masked")
+  config = GatingConfig(
+    num_experts=16,
+    num_experts_per_tok=3,
+    num_expert_groups=num_groups,
+    topk_groups=topk_groups,
+    **options,
+  )
+  logits = spaced_logits(seed=len(str(values)))
+  bias = make_bias() if config.use_selection_bias else None
+  mask = np.arange(24) % 3 > 0 if masked else None
+  got = gate(jnp.asarray(logits), config, bias, mask)
+  index, gates, scores = numpy_gate(logits, config, bias, mask)
+  np.testing.assert_array_equal(got.expert_index_TK, index)
+  np.testing.assert_allclose(got.gate_TK, gates, rtol=2e-5)
+  np.testing.assert_allclose(got.scores_TE, scores, rtol=2e-5)
+
+
+@given(
+  data=st.data(),
+  groups=st.sampled_from([(1, 1), (2, 1), (3, 2)]),
+  scoring=st.sampled_from(["softmax", "sigmoid"]),
+)
+def test_choices_are_legal_and_ties_go_to_the_lower_expert(data, groups, scoring):
+  k = data.draw(st.integers(1, 2))
+  config = GatingConfig(
+    num_experts=6,
+    num_experts_per_tok=k,
+    scoring=scoring,
+    num_expert_groups=groups[0],
+    topk_groups=groups[1],
+  )
+  rows = st.lists(st.integers(-1, 1), min_size=6, max_size=6)
+  logits = jnp.asarray(data.draw(st.lists(rows, min_size=5, max_size=5)), jnp.float32)
+  index = np.asarray(gate(logits, config).expert_index_TK)
+  expected, _, _ = numpy_gate(np.asarray(logits), config, None, None)
+  np.testing.assert_array_equal(index, expected)
+  assert all(len(set(row)) == k for row in index.tolist())
+
+
+def test_leading_axes_and_dtypes():
+  config = GatingConfig(num_experts=16, num_experts_per_tok=3, use_selection_bias=True)
+  logits = jnp.asarray(spaced_logits(0)).reshape(2, 3, 4, 16).astype(jnp.bfloat16)
+  out = gate(logits, config, jnp.asarray(make_bias()))
+  flat = gate(logits.reshape(24, 16), config, jnp.asarray(make_bias()))
+  chex.assert_shape(out, [(2, 3, 4, 3), (2, 3, 4, 3), (2, 3, 4, 16)])
+  assert [a.dtype for a in out] == [jnp.int32, jnp.float32, jnp.float32]
+  chex.assert_trees_all_equal(jax.tree.map(lambda a: a.reshape(24, -1), out), flat)
+
+
+def test_softmax_of_topk_equals_normalised_topk_of_softmax():
+  config = GatingConfig(num_experts=16, num_experts_per_tok=4)
+  logits = jnp.asarray(spaced_logits(3))
+  best, index = jax.lax.top_k(logits, 4)
+  out = gate(logits, config)
+  np.testing.assert_array_equal(out.expert_index_TK, index)
+  np.testing.assert_allclose(out.gate_TK, jax.nn.softmax(best), rtol=1e-5)
+
+
+def test_bias_changes_the_choice_and_not_the_gates():
+  config = GatingConfig(
+    num_experts=4,
+    num_experts_per_tok=1,
+    scoring="sigmoid",
+    normalize_topk=False,
+    use_selection_bias=True,
+  )
+  logits = jnp.asarray([[2.0, 1.0, 0.0, -1.0]])
+  plain = gate(logits, config, jnp.zeros(4))
+  biased = gate(logits, config, jnp.asarray([0.0, 0.0, 0.0, 5.0]))
+  assert plain.expert_index_TK.item() == 0
+  assert biased.expert_index_TK.item() == 3
+  np.testing.assert_allclose(biased.gate_TK, jax.nn.sigmoid(logits[:, 3:]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradient_flows_through_the_gates_alone(scoring, normalize):
+  config = GatingConfig(
+    num_experts=16,
+    num_experts_per_tok=3,
+    scoring=scoring,
+    normalize_topk=normalize,
+    use_selection_bias=True,
+  )
+  logits, bias = jnp.asarray(spaced_logits(5)), jnp.asarray(make_bias())
+  weight = jax.random.normal(jax.random.key(0), (24, 3))
+  index = gate(logits, config, bias).expert_index_TK
+
+  def expected(logits):
+    score = jax.nn.softmax if scoring == "softmax" else jax.nn.sigmoid
+    gates = jnp.take_along_axis(score(logits), index, axis=-1)
+    if normalize:
+      gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    return jnp.sum(gates * weight)
+
+  def actual(logits, bias):
+    return jnp.sum(gate(logits, config, bias).gate_TK * weight)
+
+  to_logits, to_bias = jax.grad(actual, argnums=(0, 1))(logits, bias)
+  np.testing.assert_allclose(to_logits, jax.grad(expected)(logits), atol=1e-6)
+  assert np.abs(to_logits).max() > 1e-3
+  np.testing.assert_array_equal(to_bias, jnp.zeros(16))
+
+
+def test_masked_tokens_may_hold_nan_and_get_no_gradient():
+  config = GatingConfig(num_experts=16, num_experts_per_tok=3)
+  mask = jnp.arange(24) % 2 == 0
+  logits = jnp.where(mask[:, None], jnp.asarray(spaced_logits(1)), jnp.nan)
+  weight = jnp.broadcast_to(jnp.arange(3.0), (24, 3))
+
+  def loss(logits):
+    out = gate(logits, config, mask_T=mask)
+    balance = gating.load_balance_loss(out.scores_TE, out.expert_index_TK)
+    return jnp.sum(out.gate_TK * weight) + balance + gating.router_z_loss(logits, mask)
+
+  value, grad = jax.value_and_grad(loss)(logits)
+  assert np.isfinite(value)
+  np.testing.assert_array_equal(grad[1::2], 0.0)
+  assert np.all(np.any(np.asarray(grad[::2]) != 0, axis=-1))
+
+
+def test_router_load_counts_every_unmasked_assignment():
+  index = jnp.asarray([[[0, 2], [2, 3]], [[-1, -1], [2, 0]]])
+  load = gating.router_load(index, 5)
+  assert load.dtype == jnp.int32
+  assert load.tolist() == [2, 0, 3, 1, 0]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_load_balance_loss_is_one_at_balance_and_more_when_collapsed(scoring):
+  # Each token prefers the next pair of experts: every load and every mean score is equal.
+  logits = jnp.asarray([[4.0 if e // 2 == t % 4 else 0.0 for e in range(8)] for t in range(8)])
+  config = GatingConfig(num_experts=8, num_experts_per_tok=2, scoring=scoring)
+  out = gate(logits, config)
+  balanced = gating.load_balance_loss(out.scores_TE, out.expert_index_TK)
+  np.testing.assert_allclose(balanced, 1.0, rtol=1e-6)
+  collapsed = gate(jnp.broadcast_to(logits[:1], (8, 8)), config)
+  worse = gating.load_balance_loss(collapsed.scores_TE, collapsed.expert_index_TK)
+  normalised = collapsed.scores_TE[0] / collapsed.scores_TE[0].sum()
+  np.testing.assert_allclose(worse, 8 * 0.5 * normalised[:2].sum(), rtol=1e-5)
+  assert worse > 1.2
+
+
+def test_load_balance_gradient_takes_load_from_the_busy_expert():
+  config = GatingConfig(num_experts=4, num_experts_per_tok=1)
+
+  def loss(logits):
+    out = gate(logits, config)
+    return gating.load_balance_loss(out.scores_TE, out.expert_index_TK)
+
+  grad = jax.grad(loss)(jnp.asarray([[1.0, 0.0, 0.0, 0.0]] * 3 + [[0.0, 1.0, 0.0, 0.0]]))
+  assert np.all(np.asarray(grad[:, 0]) > 0)
+  assert np.all(np.asarray(grad[:, 2:]) < 0)
+
+
+def test_losses_ignore_masked_tokens_and_survive_an_empty_batch():
+  config = GatingConfig(num_experts=16, num_experts_per_tok=3)
+  logits, mask = jnp.asarray(spaced_logits(2)), jnp.arange(24) < 10
+  out, kept = gate(logits, config, mask_T=mask), gate(logits[:10], config)
+  np.testing.assert_allclose(
+    gating.load_balance_loss(out.scores_TE, out.expert_index_TK),
+    gating.load_balance_loss(kept.scores_TE, kept.expert_index_TK),
+    rtol=1e-6,
+  )
+  np.testing.assert_allclose(
+    gating.router_z_loss(logits, mask), gating.router_z_loss(logits[:10]), rtol=1e-6
+  )
+  empty = gate(logits, config, mask_T=jnp.zeros(24, jnp.bool_))
+  assert gating.load_balance_loss(empty.scores_TE, empty.expert_index_TK) == 0
+  assert gating.router_z_loss(logits, jnp.zeros(24, jnp.bool_)) == 0
+
+
+def test_router_z_loss_matches_numpy():
+  logits = spaced_logits(4) + np.arange(24, dtype=np.float32)[:, None] / 8
+  expected = np.mean(np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2)
+  np.testing.assert_allclose(gating.router_z_loss(jnp.asarray(logits)), expected, rtol=1e-5)
+
+
+@given(loads=st.lists(st.integers(0, 9), min_size=1, max_size=9), scale=st.sampled_from([1, 10**7]))
+def test_bias_moves_towards_the_mean_load(loads, scale):
+  load = [x * scale + 1 for x in loads]
+  bias = gating.update_selection_bias(jnp.zeros(len(load)), jnp.asarray(load, jnp.int32), 0.25)
+  mean = sum(load)  # times the number of experts, to stay in integers
+  signs = [np.sign(mean - x * len(load)) for x in load]
+  np.testing.assert_array_equal(bias, 0.25 * np.asarray(signs, np.float32))
+
+
+def test_bias_updates_balance_a_skewed_router():
+  config = GatingConfig(
+    num_experts=8, num_experts_per_tok=2, scoring="sigmoid", use_selection_bias=True
+  )
+  skew = jnp.linspace(1.5, -1.5, 8)[None, :]
+  logits = skew + jax.random.normal(jax.random.key(0), (512, 8))
+
+  def step(bias, _):
+    load = gating.router_load(gate(logits, config, bias).expert_index_TK, 8)
+    return gating.update_selection_bias(bias, load, 0.01), load
+
+  loads = np.asarray(jax.lax.scan(step, jnp.zeros(8), length=150)[1])
+  assert np.max(loads[0]) > 1.8 * 128
+  assert np.max(loads[-1]) < 1.15 * 128
+
+
+@pytest.mark.parametrize(
+  ("fields", "error", "message"),
+  [
+    ({"num_experts": 0}, ValueError, "num_experts: expected at least 1, got 0"),
+    ({"num_experts": 8.0}, TypeError, "num_experts: expected an int, got float"),
+    ({"num_experts_per_tok": 9}, ValueError, "num_experts_per_tok: expected at most 8, got 9"),
+    ({"num_experts_per_tok": 0}, ValueError, "num_experts_per_tok: expected at least 1, got 0"),
+    ({"scoring": "tanh"}, ValueError, "scoring: expected one of"),
+    ({"normalize_topk": 1}, TypeError, "normalize_topk: expected a bool, got int"),
+    ({"use_selection_bias": None}, TypeError, "use_selection_bias: expected a bool"),
+    ({"routed_scaling": 0.0}, ValueError, "routed_scaling: expected a finite number above 0"),
+    ({"routed_scaling": float("nan")}, ValueError, "routed_scaling: expected a finite number"),
+    ({"routed_scaling": "2"}, TypeError, "routed_scaling: expected a float, got str"),
+    ({"num_expert_groups": 3}, ValueError, "num_expert_groups: expected a divisor of 8, got 3"),
+    ({"num_expert_groups": 8}, ValueError, "num_expert_groups: expected groups of at least 2"),
+    ({"topk_groups": 2}, ValueError, "topk_groups: expected at most 1, got 2"),
+    (
+      {"num_expert_groups": 4, "topk_groups": 1, "num_experts_per_tok": 3},
+      ValueError,
+      "num_experts_per_tok: expected at most 2, got 3",
+    ),
+  ],
+)
+def test_config_rejects(fields, error, message):
+  with pytest.raises(error, match=message):
+    GatingConfig(**{"num_experts": 8, "num_experts_per_tok": 2, **fields})
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"logits_TE": jnp.zeros((4, 7))}, ValueError, r"logits: expected shape \[..., 8\]"),
+    ({"logits_TE": jnp.zeros((4, 8), jnp.int32)}, TypeError, "logits: expected a float dtype"),
+    ({"bias_E": None}, ValueError, "bias: expected an array"),
+    ({"bias_E": jnp.zeros(4)}, ValueError, r"bias: expected shape \(8,\), got \(4,\)"),
+    ({"mask_T": jnp.ones(3, jnp.bool_)}, ValueError, r"mask: expected shape \(4,\), got \(3,\)"),
+    ({"mask_T": jnp.ones(4)}, TypeError, "mask: expected dtype bool, got float32"),
+  ],
+)
+def test_gate_rejects(kwargs, error, message):
+  config = GatingConfig(num_experts=8, num_experts_per_tok=2, use_selection_bias=True)
+  good = {"logits_TE": jnp.zeros((4, 8)), "bias_E": jnp.zeros(8)}
+  with pytest.raises(error, match=message):
+    gate(**{**good, **kwargs}, config=config)
+
+
+def test_gate_rejects_a_bias_it_would_not_use():
+  with pytest.raises(ValueError, match="bias: expected None"):
+    gate(jnp.zeros((4, 8)), GatingConfig(num_experts=8, num_experts_per_tok=2), jnp.zeros(8))

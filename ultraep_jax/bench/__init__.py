@@ -1,0 +1,1 @@
+"""Measurements that choose between ways to do a thing; see docs/benchmarks.md."""

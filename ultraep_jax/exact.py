@@ -1,0 +1,96 @@
+"""Exact balance by construction, where every rank has as many slots as home experts (S >= M).
+
+While a rank is above ``cap``, the mean rounded up, the most loaded rank gives the least loaded
+rank that has not received yet its whole deficit, the largest remaining experts first. The
+receiver then is at the cap and closed. The deficit is at most ``cap``, hence below the giver's
+load; the giver has not received, so all its load is of its own M experts: a receiver needs at
+most M slots, for experts of one home. A giver may fall below the cap and receive later. Every
+step closes a rank, so R − 1 steps are enough. (The argument behind Walker's alias tables.)
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.greedy import Outcome
+from ultraep_jax.integers import INT32_MAX, ceil_div
+from ultraep_jax.types import Array
+
+
+class _State(NamedTuple):
+  left_NRM: Array  # tokens that an expert has at home
+  copies_NRM: Array
+  load_NR: Array
+  open_NR: Array  # has not received
+  expert_NRS: Array
+  tokens_NRS: Array
+
+
+def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outcome, Array, Array]:
+  """Balances every domain exactly.
+
+  Args:
+    load_NRM: ``[N, R, M]`` int32, home loads.
+    num_slots: S, at least M.
+    count_copies: ``egress`` counts copies, not experts with a copy.
+
+  Returns:
+    ``[N]`` outcomes; ``[N, R, S]`` int32, the expert copied into each slot, in ``[0, R * M)``,
+    −1 if empty; and ``[N, R, S]`` int32, the tokens that the copy serves.
+  """
+  load_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
+  num_domains, num_ranks = load_NR.shape
+  total_N = jnp.sum(load_NR, axis=-1, dtype=jnp.int32)
+  cap_N = ceil_div(total_N, num_ranks)
+  # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
+  zero_NRS = jnp.broadcast_to(load_NR[:, :, None] * 0, (num_domains, num_ranks, num_slots))
+  start = _State(load_NRM, load_NRM * 0, load_NR, load_NR >= 0, zero_NRS - 1, zero_NRS)
+  state = lax.while_loop(
+    lambda state: jnp.any(state.load_NR > cap_N[:, None]),
+    lambda state: _step(state, cap_N),
+    start,
+  )
+  sent_NRM = state.copies_NRM if count_copies else jnp.minimum(state.copies_NRM, 1)
+  filled_NR = jnp.sum(state.expert_NRS >= 0, axis=-1, dtype=jnp.int32)
+  outcome = Outcome(
+    busiest=jnp.max(state.load_NR, axis=-1),
+    replicas=jnp.sum(filled_NR, axis=-1, dtype=jnp.int32),
+    slots=jnp.max(filled_NR, axis=-1),
+    egress=jnp.max(jnp.sum(sent_NRM, axis=-1, dtype=jnp.int32), axis=-1),
+  )
+  return outcome, state.expert_NRS, state.tokens_NRS
+
+
+def _step(state: _State, cap_N: Array) -> _State:
+  num_domains, num_ranks, per_rank = state.left_NRM.shape
+  num_slots = state.expert_NRS.shape[-1]
+  domain_N = jnp.arange(num_domains)
+  giver_N = jnp.argmax(state.load_NR, axis=-1).astype(jnp.int32)
+  active_N = jnp.max(state.load_NR, axis=-1) > cap_N
+  receiver_N = jnp.argmin(jnp.where(state.open_NR, state.load_NR, INT32_MAX), axis=-1)
+  deficit_N = jnp.where(active_N, cap_N - state.load_NR[domain_N, receiver_N], 0)
+
+  left_NM = state.left_NRM[domain_N, giver_N]
+  order_NM = jnp.argsort(-left_NM, axis=-1, stable=True).astype(jnp.int32)
+  largest_NM = jnp.take_along_axis(left_NM, order_NM, axis=-1)
+  before_NM = jnp.cumsum(largest_NM, axis=-1, dtype=jnp.int32) - largest_NM
+  given_NM = jnp.clip(deficit_N[:, None] - before_NM, 0, largest_NM)
+  gives_NM = given_NM > 0
+  expert_NM = jnp.where(gives_NM, giver_N[:, None] * per_rank + order_NM, -1)
+  unused = ((0, 0), (0, num_slots - per_rank))
+  expert_NS = jnp.pad(expert_NM, unused, constant_values=-1)
+  tokens_NS = jnp.pad(given_NM, unused)
+
+  rank_NR = lax.broadcasted_iota(jnp.int32, (num_domains, num_ranks), 1)
+  receives_NR = (rank_NR == receiver_N[:, None]) & active_N[:, None]
+  change_NR = receives_NR.astype(jnp.int32) - (rank_NR == giver_N[:, None]).astype(jnp.int32)
+  given_from = (domain_N[:, None], giver_N[:, None], order_NM)
+  return _State(
+    left_NRM=state.left_NRM.at[given_from].add(-given_NM),
+    copies_NRM=state.copies_NRM.at[given_from].add(gives_NM.astype(jnp.int32)),
+    load_NR=state.load_NR + change_NR * deficit_N[:, None],
+    open_NR=state.open_NR & ~receives_NR,
+    expert_NRS=jnp.where(receives_NR[:, :, None], expert_NS[:, None, :], state.expert_NRS),
+    tokens_NRS=jnp.where(receives_NR[:, :, None], tokens_NS[:, None, :], state.tokens_NRS),
+  )
