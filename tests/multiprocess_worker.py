@@ -45,7 +45,7 @@ def main() -> None:
   )
 
   @jax.jit
-  def step(x, gate, weights):
+  def step(x, index, gate, weights):
     def loss(x, gate, weights):
       y, stats = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
       return jnp.sum(y**2), (y, stats.scalars())
@@ -56,7 +56,7 @@ def main() -> None:
     return jax.lax.with_sharding_constraint((y, grads), NamedSharding(mesh, P())), scalars
 
   for i in range(int(steps)):
-    results, scalars = jax.block_until_ready(step(x, gate, weights))
+    results, scalars = jax.block_until_ready(step(x, index, gate, weights))
     print(f"step {i}", flush=True)
   if out:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((results, scalars))]

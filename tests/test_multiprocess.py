@@ -1,5 +1,6 @@
 """Two processes of four devices give the numbers of one process of eight, and fail together."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -21,7 +22,20 @@ def free_port() -> int:
     return listener.getsockname()[1]
 
 
-def start(devices: int, *args: object) -> subprocess.Popen:
+@pytest.fixture
+def start():
+  """Starts workers, and leaves none behind."""
+  with contextlib.ExitStack() as stack:
+
+    def begin(devices: int, *args: object) -> subprocess.Popen:
+      worker = stack.enter_context(popen(devices, *args))
+      stack.callback(worker.kill)  # SIGTERM would wait in the preemption handler
+      return worker
+
+    yield begin
+
+
+def popen(devices: int, *args: object) -> subprocess.Popen:
   env = os.environ | {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -39,13 +53,13 @@ def finish(worker: subprocess.Popen, timeout: float) -> tuple[int, str]:
   try:
     _, errors = worker.communicate(timeout=timeout)
   except subprocess.TimeoutExpired:
-    worker.kill()  # SIGTERM would wait in the preemption handler
+    worker.kill()
     _, errors = worker.communicate()
     pytest.fail(f"worker still ran after {timeout} s:\n{errors[-3000:]}")
   return worker.returncode, errors
 
 
-def test_two_processes_equal_one(tmp_path):
+def test_two_processes_equal_one(start, tmp_path):
   port = free_port()
   one = start(8, port, 1, 0, tmp_path / "one.npz", 1)
   code, errors = finish(one, 240)
@@ -63,7 +77,7 @@ def test_two_processes_equal_one(tmp_path):
       np.testing.assert_array_equal(got[name], expected[name])
 
 
-def test_killing_one_process_ends_the_other():
+def test_killing_one_process_ends_the_other(start):
   port = free_port()
   survivor, victim = (start(4, port, 2, i, "", 10**6) for i in range(2))
   while "step 1" not in (line := victim.stdout.readline()):

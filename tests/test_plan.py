@@ -260,7 +260,7 @@ def problems(draw):
 
 
 class TestPromises:
-  @hypothesis.settings(max_examples=80)
+  @hypothesis.settings(max_examples=40)
   @hypothesis.given(problems())
   def test_legal_and_equal_to_the_scalar_twin(self, problem):
     ranks, config, loads, cost = problem
@@ -329,25 +329,22 @@ class TestPromises:
     load_E = skewed_loads(1, 16, 9000, seed=1)[0]
     load_GE = load_matrix(load_E, 4)
     spec = jax.P("expert")
-    for config in (make_config(2, transfer="auto"), make_config(4), make_config(0)):
-      want = planned(plan_quotas(load_GE, config)).quota
+    config = make_config(4, transfer="auto")  # probes and the construction
 
-      def body(row_1E, config=config, to="varying"):
-        gathered_GE = jax.lax.all_gather(row_1E[0], "expert", to=to)
-        return plan_quotas(gathered_GE, config).quota
+    def quota(row_1E, to):
+      gathered_GE = jax.lax.all_gather(row_1E[0], "expert", to=to)
+      return plan_quotas(gathered_GE, config).quota
 
-      varying = jax.shard_map(
-        lambda row, body=body: body(row)[None], mesh=mesh, in_specs=spec, out_specs=spec
-      )
-      for quota in np.asarray(jax.jit(varying)(load_GE)):
-        np.testing.assert_array_equal(quota, want)
-      invarying = jax.shard_map(
-        lambda row, body=body: body(row, to="invarying"),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=jax.P(),
-      )
-      np.testing.assert_array_equal(jax.jit(invarying)(load_GE), want)
+    varying = jax.shard_map(
+      lambda row_1E: quota(row_1E, "varying")[None], mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    invarying = jax.shard_map(
+      lambda row_1E: quota(row_1E, "invarying"), mesh=mesh, in_specs=spec, out_specs=jax.P()
+    )
+    want = planned(plan_quotas(load_GE, config)).quota
+    np.testing.assert_array_equal(jax.jit(invarying)(load_GE), want)
+    for got in np.asarray(jax.jit(varying)(load_GE)):
+      np.testing.assert_array_equal(got, want)
 
   @pytest.mark.parametrize("ranks, slots", [(4, 2), (1, 2), (4, 0), (4, 4)])
   def test_zero_and_balanced_loads_need_nothing(self, ranks, slots):
@@ -383,11 +380,10 @@ def reference():
     rows, copies = np.zeros(len(cases), np.int64), np.zeros(len(cases), np.int64)
     for (ranks, _, slots), index in groups(cases):
       config = make_config(slots, **options)
-      load_NGE = jnp.stack([load_matrix(loads[i], ranks) for i in index])
-      plan = jax.vmap(lambda load_GE, config=config: plan_quotas(load_GE, config))(load_NGE)
-      rows[index], copies[index] = busiest(plan), replicas(plan)
-      for place, i in enumerate(index):
-        check_legal(loads[i], jax.tree.map(lambda leaf, n=place: leaf[n], plan), config)
+      for i in index:
+        plan = plan_quotas(load_matrix(loads[i], ranks), config)
+        rows[i], copies[i] = busiest(plan), replicas(plan)
+        check_legal(loads[i], plan, config)
     return rows, copies
 
   return cases, np.array([load.sum() for load in loads]), outcome
@@ -515,7 +511,6 @@ class TestTime:
   def test_costs_no_more_than_nothing_and_copies_less_as_copies_cost_more(self, transfer):
     config = make_config(2, objective="time", transfer=transfer)
     plan = jax.jit(lambda load_GE, cost: plan_quotas(load_GE, config, cost))
-    balance = jax.jit(lambda load_GE: plan_quotas(load_GE, make_config(2)))
     made = np.zeros(4, int)
     for load_E in skewed_loads(40, 16, 20_000, seed=7):
       load_GE = load_matrix(load_E, 4)
@@ -528,7 +523,7 @@ class TestTime:
         assert paid <= time_cost(before, [[]] * 4, 16, cost, config)
         made[index] += replicas(result)
         if copy_rows == 0:
-          assert busiest(result) <= busiest(balance(load_GE))
+          assert busiest(result) <= busiest(plan_quotas(load_GE, make_config(2)))
     print(f"\ntime, {transfer}: replicas at copy_rows 0, 100, 1000, huge: {made}")
     assert made[0] > made[1] > made[2] > made[3] == 0
 

@@ -6,6 +6,7 @@ from ultraep_jax import strategies as strategies
 from ultraep_jax import testing as testing
 from ultraep_jax.config import BalanceConfig as BalanceConfig
 from ultraep_jax.doctor import doctor as doctor
+from ultraep_jax.gating import GatingConfig as GatingConfig
 from ultraep_jax.moe import REMAT_NAMES as REMAT_NAMES
 from ultraep_jax.moe import moe as moe
 from ultraep_jax.plan import plan_quotas as plan_quotas

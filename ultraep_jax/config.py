@@ -52,20 +52,20 @@ class BalanceConfig:
   implementation: Implementation = "auto"
 
   def __post_init__(self) -> None:
-    _check_int("replica_slots", self.replica_slots, minimum=0)
-    _check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
+    check_int("replica_slots", self.replica_slots, minimum=0)
+    check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
     if self.domain_size is not None:
-      _check_int("domain_size", self.domain_size, minimum=1)
+      check_int("domain_size", self.domain_size, minimum=1)
     if self.copy_rows is not None:
-      _check_int("copy_rows", self.copy_rows, minimum=0)
-    _check_factor("capacity_factor", self.capacity_factor)
+      check_int("copy_rows", self.copy_rows, minimum=0)
+    check_factor("capacity_factor", self.capacity_factor)
     if self.target is not None:
-      _check_factor("target", self.target)
-    _check_choice("objective", self.objective, ("balance", "time"))
-    _check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
-    _check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
+      check_factor("target", self.target)
+    check_choice("objective", self.objective, ("balance", "time"))
+    check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
+    check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
     if isinstance(self.strategy, str):
-      _check_choice("strategy", self.strategy, ("quota", "none", "ideal"))
+      check_choice("strategy", self.strategy, ("quota", "none", "ideal"))
     elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):
       raise TypeError(
         "strategy: expected a name, a planner function or a Strategy, "
@@ -73,20 +73,20 @@ class BalanceConfig:
       )
 
 
-def _check_int(name: str, value: object, minimum: int) -> None:
+def check_int(name: str, value: object, minimum: int) -> None:
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
   if value < minimum:
     raise ValueError(f"{name}: expected at least {minimum}, got {value}")
 
 
-def _check_factor(name: str, value: object) -> None:
+def check_factor(name: str, value: object) -> None:
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
   if not (value >= 1 and math.isfinite(value)):
     raise ValueError(f"{name}: expected a finite number of at least 1, got {value}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
   if value not in choices:
     raise ValueError(f"{name}: expected one of {choices}, got {value!r}")

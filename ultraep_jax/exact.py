@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.greedy import Outcome
-from ultraep_jax.integers import INT32_MAX, ceil_div
+from ultraep_jax.integers import ceil_div
 from ultraep_jax.types import Array
 
 
@@ -22,7 +22,6 @@ class _State(NamedTuple):
   left_NRM: Array  # tokens that an expert has at home
   copies_NRM: Array
   load_NR: Array
-  open_NR: Array  # has not received
   expert_NRS: Array
   tokens_NRS: Array
 
@@ -45,7 +44,7 @@ def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outc
   cap_N = ceil_div(total_N, num_ranks)
   # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
   zero_NRS = jnp.broadcast_to(load_NR[:, :, None] * 0, (num_domains, num_ranks, num_slots))
-  start = _State(load_NRM, load_NRM * 0, load_NR, load_NR >= 0, zero_NRS - 1, zero_NRS)
+  start = _State(load_NRM, load_NRM * 0, load_NR, zero_NRS - 1, zero_NRS)
   state = lax.while_loop(
     lambda state: jnp.any(state.load_NR > cap_N[:, None]),
     lambda state: _step(state, cap_N),
@@ -68,7 +67,7 @@ def _step(state: _State, cap_N: Array) -> _State:
   domain_N = jnp.arange(num_domains)
   giver_N = jnp.argmax(state.load_NR, axis=-1).astype(jnp.int32)
   active_N = jnp.max(state.load_NR, axis=-1) > cap_N
-  receiver_N = jnp.argmin(jnp.where(state.open_NR, state.load_NR, INT32_MAX), axis=-1)
+  receiver_N = jnp.argmin(state.load_NR, axis=-1)  # below the cap, so it is open
   deficit_N = jnp.where(active_N, cap_N - state.load_NR[domain_N, receiver_N], 0)
 
   left_NM = state.left_NRM[domain_N, giver_N]
@@ -90,7 +89,6 @@ def _step(state: _State, cap_N: Array) -> _State:
     left_NRM=state.left_NRM.at[given_from].add(-given_NM),
     copies_NRM=state.copies_NRM.at[given_from].add(gives_NM.astype(jnp.int32)),
     load_NR=state.load_NR + change_NR * deficit_N[:, None],
-    open_NR=state.open_NR & ~receives_NR,
     expert_NRS=jnp.where(receives_NR[:, :, None], expert_NS[:, None, :], state.expert_NRS),
     tokens_NRS=jnp.where(receives_NR[:, :, None], tokens_NS[:, None, :], state.tokens_NRS),
   )

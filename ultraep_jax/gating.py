@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultraep_jax.config import _check_choice, _check_int
+from ultraep_jax.config import check_choice, check_int
 from ultraep_jax.types import Array
 
 
@@ -54,8 +54,8 @@ class GatingConfig:
 
   def __post_init__(self) -> None:
     for name in ("num_experts", "num_experts_per_tok", "num_expert_groups", "topk_groups"):
-      _check_int(name, getattr(self, name), minimum=1)
-    _check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
+      check_int(name, getattr(self, name), minimum=1)
+    check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
     for name in ("normalize_topk", "use_selection_bias"):
       if not isinstance(getattr(self, name), bool):
         raise TypeError(f"{name}: expected a bool, got {type(getattr(self, name)).__name__}")

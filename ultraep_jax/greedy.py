@@ -77,7 +77,6 @@ class Outcome(NamedTuple):
 class _State(NamedTuple):
   load_BR: Array
   empty_BR: Array  # empty slots
-  last_BR: Array  # key of the copy a rank took last; it holds the current expert if it is that
   turn_B: Array  # sources that are done
   place_B: Array  # place of the current expert on the current source
   given_B: Array  # tokens that the current source has given away
@@ -192,7 +191,7 @@ def _start(search: _Search, num_slots: int) -> _State:
   load_BR = search.loads.rank_NR[search.probes.domain_B]
   # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
   zero_BR, zero_B = load_BR * 0, load_BR[:, 0] * 0
-  return _State(load_BR, zero_BR + num_slots, zero_BR - 1, *[zero_B] * 7)
+  return _State(load_BR, zero_BR + num_slots, *[zero_B] * 7)
 
 
 def _active(search: _Search, state: _State) -> Array:
@@ -216,8 +215,10 @@ def _step(
   need_B = load_B - state.given_B - threshold_B
   left_B = _lookup(loads.expert_NRM, probes.domain_B, key_B) - state.taken_B
 
-  can_take_BR = (state.empty_BR > 0) & (state.last_BR != key_B[:, None])
-  slack_BR = jnp.where(can_take_BR, jnp.maximum(threshold_B[:, None] - state.load_BR, 0), 0)
+  # A rank that has taken of the current expert has no slack left, or the expert would be done:
+  # nobody takes two copies of it.
+  slack_BR = jnp.maximum(threshold_B[:, None] - state.load_BR, 0)
+  slack_BR = jnp.where(state.empty_BR > 0, slack_BR, 0)
   most_B = jnp.max(slack_BR, axis=-1)
   slots_B = jnp.sum(jnp.where(slack_BR > 0, state.empty_BR, 0), axis=-1, dtype=jnp.int32)
   share_B = jnp.where(even_B, -(-need_B // jnp.maximum(slots_B, 1)), 1)
@@ -248,7 +249,6 @@ def _step(
   after = _State(
     load_BR=state.load_BR + gain_BR - loss_BR,
     empty_BR=state.empty_BR - takes_BR.astype(jnp.int32),
-    last_BR=jnp.where(takes_BR, key_B[:, None], state.last_BR),
     turn_B=state.turn_B + source_done_B.astype(jnp.int32),
     place_B=jnp.where(source_done_B, 0, state.place_B + expert_done_B.astype(jnp.int32)),
     given_B=jnp.where(source_done_B, 0, state.given_B + tokens_B),

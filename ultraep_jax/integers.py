@@ -14,7 +14,7 @@ def ceil_div(value: Array, divisor: Array | int) -> Array:
   return value // divisor + (value % divisor > 0).astype(jnp.int32)
 
 
-def saturating_mul(left: Array, right: Array) -> Array:
+def saturating_mul(left: Array, right: Array | int) -> Array:
   """``min(left * right, INT32_MAX)``."""
   fits = left <= INT32_MAX // jnp.maximum(right, 1)
   return jnp.where(fits, left * right, INT32_MAX)

@@ -6,9 +6,7 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax.config import BalanceConfig
-from ultraep_jax.gating import GatingConfig, update_selection_bias
-from ultraep_jax.nnx import (
+from ultraep_jax.block import (
   DEFAULT_CONFIG,
   DEFAULT_INIT,
   Activation,
@@ -20,6 +18,8 @@ from ultraep_jax.nnx import (
   param_axes,
   param_shapes,
 )
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.gating import GatingConfig, update_selection_bias
 from ultraep_jax.types import Array
 
 
@@ -32,9 +32,8 @@ class MoE(nn.Module):
 
   >>> import jax, jax.numpy as jnp
   >>> import ultraep_jax as uep
-  >>> from ultraep_jax.gating import GatingConfig
   >>>
-  >>> gating = GatingConfig(num_experts=8, num_experts_per_tok=2, use_selection_bias=True)
+  >>> gating = uep.GatingConfig(num_experts=8, num_experts_per_tok=2, use_selection_bias=True)
   >>> layer = uep.linen.MoE(embed_dim=16, expert_dim=32, gating=gating)
   >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("expert",))):
   ...   x = jax.random.normal(jax.random.key(1), (8, 4, 16))

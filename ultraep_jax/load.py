@@ -17,7 +17,11 @@ def check_expert_index(expert_index: Array, num_experts: int) -> None:
   """
   if isinstance(expert_index, Tracer):
     return
-  values = np.asarray(expert_index)
+  if isinstance(expert_index, jax.Array):  # of several processes, each checks what it holds
+    shards = [np.asarray(shard.data) for shard in expert_index.addressable_shards]
+    values = np.concatenate([shard.reshape(-1) for shard in shards])
+  else:
+    values = np.asarray(expert_index)
   wrong = values[(values < -1) | (values >= num_experts)]
   if wrong.size:
     raise ValueError(

@@ -78,6 +78,9 @@ def moe(
   capacity = route.row_capacity(num_tokens, top_k, config)
   load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
   plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
+  if not plan.replica_expert.shape[1]:
+    # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
+    plan = plan._replace(replica_expert=jnp.zeros((num_ranks, 0), jnp.int32))
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   # A buffer for every assignment of every rank, as on one rank, never needs a second round.
   worst = num_ranks * expert_index_TK.size

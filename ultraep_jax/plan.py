@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ultraep_jax import exact, greedy
 from ultraep_jax.checks import check_array
@@ -51,7 +52,7 @@ class _Setup(NamedTuple):
 
 
 def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) -> Plan:
-  """Plans replicas and quotas for a load matrix (as UltraEP's planner does, Algorithm 1 of its paper).
+  """Plans replicas and quotas for a load matrix (after Algorithm 1 of the UltraEP paper).
 
   Each domain plans alone on the loads of its home experts. The candidates are greedy placements
   for many thresholds and rules, doing nothing and, if ``S >= M`` and
@@ -130,7 +131,7 @@ def _check_load(load_GE: Array) -> None:
     raise ValueError(
       f"load_GE: expected shape [G, E], E a positive multiple of G, got {list(load_GE.shape)}"
     )
-  if isinstance(load_GE, jax.core.Tracer) or not getattr(load_GE, "is_fully_addressable", True):
+  if isinstance(load_GE, Tracer) or not getattr(load_GE, "is_fully_addressable", True):
     return
   values = np.asarray(load_GE)
   if values.min() < 0:
@@ -140,7 +141,10 @@ def _check_load(load_GE: Array) -> None:
     raise ValueError(f"load_GE: expected a total below 2**31, got {total}")
 
 
-def _as_int32(cost: PlanCost) -> PlanCost:
+def _as_int32(cost: PlanCost | None) -> PlanCost | None:
+  if cost is None:
+    return None
+
   def convert(value: int | Array) -> Array:
     return jnp.asarray(min(value, INT32_MAX) if isinstance(value, int) else value, jnp.int32)
 
@@ -253,9 +257,9 @@ def _probes(threshold_NT: Array) -> greedy.Probes:
 
 def _time(busiest: Array, outcome: greedy.Outcome, cost: PlanCost) -> Array:
   """Rows of matmul that take as long as a placement does, saturating."""
-  copies = saturating_mul(cost.copy_rows, jnp.maximum(outcome.slots, outcome.egress))
+  copies = saturating_mul(jnp.maximum(outcome.slots, outcome.egress), cost.copy_rows)
   extra = jnp.maximum(ceil_div(busiest, jnp.maximum(cost.capacity_rows, 1)) - 1, 0)
-  rounds = saturating_mul(cost.round_rows, extra)
+  rounds = saturating_mul(extra, cost.round_rows)
   return saturating_add(saturating_add(busiest, copies), rounds)
 
 

@@ -83,6 +83,35 @@ def timed(run: Run, mesh: jax.sharding.Mesh, calls: int, repeats: int) -> float:
   return float(np.median(seconds))
 
 
+def plan_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
+  """The planner and the routes, for loads of ratio 2."""
+  cases = []
+  for num_experts, ranks in ((64, 4), (256, 64)):
+    load_GE = testing.zipf_loads(0, num_experts, ranks, 8192 // scale, 8, 2.0)
+    index_GTK = testing.expert_indices(0, load_GE, 8)
+    config = BalanceConfig(objective="balance")
+    loads = jnp.tile(jnp.asarray(load_GE), (mesh.size, 1))
+    routed = plan_quotas(jnp.asarray(load_GE), config)
+
+    def plan(load_GE: Array, config: BalanceConfig = config) -> Array:
+      # A zero that the compiler cannot see keeps one call after the other.
+      return load_GE + (jnp.max(plan_quotas(load_GE, config).parent) >> 30)
+
+    def routes(
+      load_GE: Array,
+      index_TK: np.ndarray = index_GTK[0],
+      plan: Plan = routed,
+      config: BalanceConfig = config,
+    ) -> Array:
+      shifted_TK = jnp.asarray(index_TK) + (load_GE[0, 0] >> 30)
+      answer = route.route_tokens(shifted_TK, load_GE, plan, 0, config)
+      return load_GE + (jnp.max(answer.row_TK + answer.dest_TK) >> 30)
+
+    cases.append((f"plan, E{num_experts} G{ranks} S2", (plan, (loads,)), 0.0, ""))
+    cases.append((f"route, E{num_experts} G{ranks} T8192 K8", (routes, (loads,)), 0.0, ""))
+  return cases
+
+
 def exchange_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   """Dispatch of T4096 K8 D7168 bf16 tokens to rows, balanced over the ranks, and combine."""
   ranks, tokens, top_k, width = mesh.size, 4096 // scale, 8, 7168 // scale
@@ -289,6 +318,7 @@ def _ratio(ranks: int) -> float:
 
 
 BENCHES: dict[str, Callable[[jax.sharding.Mesh, int], list[Case]]] = {
+  "plan": plan_cases,
   "exchange": exchange_cases,
   "replicate": replicate_cases,
   "experts": experts_cases,

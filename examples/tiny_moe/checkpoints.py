@@ -1,0 +1,66 @@
+"""Saving a run and going on with it."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from tiny_moe.settings import Settings, SettingsError, flag
+from tiny_moe.training import TrainState
+
+# How and where experts run may change between runs of one checkpoint; the rest may not.
+FREE = ("strategy", "ranks", "data", "replica_slots")
+
+
+def open_checkpoints(folder: pathlib.Path, every: int, resume: bool) -> ocp.CheckpointManager:
+  """The checkpoints of a run, saved each ``every`` steps.
+
+  Raises:
+    SettingsError: resuming needs a checkpoint and finds none, or a new run finds some.
+  """
+  options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
+  manager = ocp.CheckpointManager(folder.absolute(), options=options)
+  latest = manager.latest_step()
+  if resume != (latest is not None):
+    manager.close()
+    if resume:
+      raise SettingsError(f"--resume: expected a checkpoint in {folder}, got none")
+    raise SettingsError(
+      f"--checkpoint-dir: expected no checkpoint in {folder} without --resume, got step {latest}"
+    )
+  return manager
+
+
+def save(manager: ocp.CheckpointManager, done: int, state: TrainState, settings: Settings) -> None:
+  """Saves the state after ``done`` steps, where the interval or the end of the run asks for it."""
+  parts = ocp.args.Composite(
+    state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(_fixed(settings))
+  )
+  manager.save(done, args=parts, force=done == settings.steps)
+
+
+def restore(
+  manager: ocp.CheckpointManager, state: TrainState, settings: Settings
+) -> tuple[TrainState, int]:
+  """The newest state, placed like ``state``, and the number of steps behind it.
+
+  Raises:
+    SettingsError: the checkpoint is of a run with other settings, or of a finished run.
+  """
+  done = manager.latest_step()
+  parts = ocp.args.Composite(settings=ocp.args.JsonRestore())
+  saved = manager.restore(done, args=parts)["settings"]
+  for name, value in _fixed(settings).items():
+    if saved[name] != value:
+      raise SettingsError(f"{flag(name)}: expected {saved[name]} as in the checkpoint, got {value}")
+  if done == settings.steps:
+    raise SettingsError(f"--resume: expected steps left to run, got all {done} done")
+  like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+  parts = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+  return manager.restore(done, args=parts)["state"], done
+
+
+def _fixed(settings: Settings) -> dict[str, Any]:
+  return {k: v for k, v in dataclasses.asdict(settings).items() if k not in FREE}

@@ -1,0 +1,74 @@
+"""What a run tells: a record per step, a figure, a summary."""
+
+import json
+import pathlib
+from typing import TextIO
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from tiny_moe.model import Scalars
+
+Record = dict[str, float]
+IMBALANCES = ("imbalance_before", "imbalance_after")
+
+
+def open_metrics(path: pathlib.Path, first_step: int) -> tuple[list[Record], TextIO]:
+  """The records before ``first_step``, and the file, holding those, to write the next ones to."""
+  lines = path.read_text().splitlines() if first_step and path.exists() else []
+  history = [record for record in map(json.loads, lines) if record["step"] < first_step]
+  file = path.open("w", buffering=1)
+  for record in history:
+    write(file, record)
+  return history, file
+
+
+def write(file: TextIO, record: Record) -> None:
+  file.write(json.dumps(record) + "\n")
+
+
+def record_of(step: int, seconds: float, scalars: Scalars) -> Record:
+  """One line of the metrics: the loss, every layer's scalars and the layers' mean imbalance."""
+  values = {name: float(value) for name, value in scalars.items()}
+  record = {"step": step, "seconds": seconds, "loss": values.pop("loss")}
+  for name in IMBALANCES:
+    layers = [value for key, value in values.items() if key.endswith("/" + name)]
+    if layers:
+      record[name] = float(np.mean(layers))
+  return record | values
+
+
+def describe(record: Record) -> str:
+  """A record in the width of a progress bar."""
+  text = f"loss {record['loss']:.3f}"
+  if "imbalance_before" in record:
+    text += f", imbalance {record['imbalance_before']:.2f} → {record['imbalance_after']:.2f}"
+  return text
+
+
+def plot(history: list[Record], path: pathlib.Path) -> None:
+  """Loss and imbalance over the steps, as a PNG."""
+  figure = Figure(figsize=(10, 4), layout="constrained")
+  left, right = figure.subplots(1, 2)
+  steps = [record["step"] for record in history]
+  left.plot(steps, [record["loss"] for record in history])
+  left.set(xlabel="step", ylabel="loss, nats per byte")
+  for name in IMBALANCES:
+    if name in history[0]:
+      right.plot(steps, [record[name] for record in history], label=name.replace("_", " "))
+      right.legend()
+  right.set(xlabel="step", ylabel="busiest rank / mean rank")
+  figure.savefig(path, dpi=120)
+
+
+def summarise(history: list[Record], val_loss: float) -> Record:
+  """The numbers at the end: last losses, mean imbalance, and speed without compilation."""
+  summary = {"train_loss": _mean("loss", history[-10:]), "val_loss": val_loss}
+  summary |= {name: _mean(name, history) for name in IMBALANCES if name in history[0]}
+  # The median leaves out the step that compiles, and those that other programs disturb.
+  summary["steps_per_second"] = 1 / float(np.median([record["seconds"] for record in history]))
+  return summary
+
+
+def _mean(name: str, history: list[Record]) -> float:
+  return float(np.mean([record[name] for record in history]))

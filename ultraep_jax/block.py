@@ -1,0 +1,159 @@
+"""A model's MoE block without Flax: router, balanced experts and shared experts, in pure functions.
+
+``nnx.py`` and ``linen.py`` hold its parameters.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from ultraep_jax import gating as gating_lib
+from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.gating import GatingConfig
+from ultraep_jax.sharded import sharded_moe
+from ultraep_jax.types import Array, ExpertWeights, LayerStats
+
+Activation = Callable[[Array], Array]
+Initializer = jax.nn.initializers.Initializer
+DEFAULT_CONFIG = BalanceConfig()
+DEFAULT_INIT = jax.nn.initializers.lecun_normal()
+
+
+class MoEAux(NamedTuple):
+  """What a MoE module returns beside its output.
+
+  Attributes:
+    stats: what the balanced layer did, with a leading axis of token groups.
+    load_balance_loss: ``[]`` float32, 1 when the router's load is balanced.
+    router_z_loss: ``[]`` float32.
+    expert_load_E: ``[E]`` int32, assignments of the whole batch: what ``update_bias`` needs.
+  """
+
+  stats: LayerStats
+  load_balance_loss: Array
+  router_z_loss: Array
+  expert_load_E: Array
+
+
+def apply_moe(
+  params: dict[str, Array],
+  x: Array,
+  mask: Array | None,
+  bias_E: Array | None,
+  *,
+  gating: GatingConfig,
+  config: BalanceConfig,
+  activation: Activation,
+  dtype: jnp.dtype | type | None,
+  axis_name: str,
+  token_axes: tuple[str, ...] | None,
+) -> tuple[Array, MoEAux]:
+  """The block as a pure function of its parameters, named as in ``nnx.MoE``."""
+  check_mesh(axis_name, gating.num_experts)
+  _check_tokens(x, mask, params["router"].shape[0])
+  x = x if dtype is None else x.astype(dtype)
+  if mask is not None:  # zeros in, zeros out: no term below has an offset
+    x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
+  # Choices must not depend on how a backend rounds float32 operands.
+  logits = jnp.matmul(x.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
+  index, gate, scores = gating_lib.gate(logits, gating, bias_E, mask)
+  weights = ExpertWeights(params["wi_gate"], params["wi_up"], params["wo"])
+  y, stats = sharded_moe(
+    x,
+    index,
+    gate,
+    weights,
+    config=config,
+    axis_name=axis_name,
+    token_axes=token_axes,
+    activation=activation,
+  )
+  y = _place_like(y, x)
+  if "shared_wo" in params:
+    wi_gate, wi_up, wo = (params["shared_" + n].astype(x.dtype) for n in ExpertWeights._fields)
+    y += jnp.matmul(activation(jnp.matmul(x, wi_gate)) * jnp.matmul(x, wi_up), wo)
+  return y, MoEAux(
+    stats=stats,
+    load_balance_loss=gating_lib.load_balance_loss(scores, index),
+    router_z_loss=gating_lib.router_z_loss(logits, mask),
+    expert_load_E=gating_lib.router_load(index, gating.num_experts),
+  )
+
+
+def param_shapes(
+  embed_dim: int, expert_dim: int, num_experts: int, num_shared_experts: int
+) -> dict[str, tuple[int, ...]]:
+  """Names and shapes of the parameters of ``MoE``."""
+  check_int("embed_dim", embed_dim, minimum=1)
+  check_int("expert_dim", expert_dim, minimum=1)
+  check_int("num_shared_experts", num_shared_experts, minimum=0)
+  shapes: dict[str, tuple[int, ...]] = {
+    "router": (embed_dim, num_experts),
+    "wi_gate": (num_experts, embed_dim, expert_dim),
+    "wi_up": (num_experts, embed_dim, expert_dim),
+    "wo": (num_experts, expert_dim, embed_dim),
+  }
+  if num_shared_experts:
+    shared_dim = num_shared_experts * expert_dim
+    shapes["shared_wi_gate"] = shapes["shared_wi_up"] = (embed_dim, shared_dim)
+    shapes["shared_wo"] = (shared_dim, embed_dim)
+  return shapes
+
+
+def init_param(
+  name: str,
+  key: Array,
+  shape: tuple[int, ...],
+  kernel_init: Initializer,
+  param_dtype: jnp.dtype | type,
+) -> Array:
+  """One ``[in, out]`` matrix, or one per expert; the router is float32."""
+  dtype = jnp.float32 if name == "router" else param_dtype
+  if len(shape) == 2:
+    return kernel_init(key, shape, dtype)
+  return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))
+
+
+def param_axes(shape: tuple[int, ...], axis_name: str) -> tuple[str | None, ...]:
+  """Mesh axes of a parameter: experts over ``axis_name``, all else replicated."""
+  return (axis_name, None, None) if len(shape) == 3 else (None, None)
+
+
+def check_mesh(axis_name: str, num_experts: int) -> None:
+  """Checks that the mesh in context can hold the experts.
+
+  Raises:
+    ValueError: it has no axis ``axis_name``, or the axis does not divide the experts.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if axis_name not in mesh.axis_names:
+    raise ValueError(
+      f"mesh: expected a mesh with axis {axis_name!r} in context, got axes {mesh.axis_names}; "
+      f"on one device: jax.set_mesh(jax.make_mesh((1,), ({axis_name!r},)))"
+    )
+  if num_experts % mesh.shape[axis_name]:
+    raise ValueError(
+      f"num_experts: expected a multiple of the {mesh.shape[axis_name]} ranks of mesh axis "
+      f"{axis_name!r}, got {num_experts}"
+    )
+
+
+def _place_like(y: Array, x: Array) -> Array:
+  """Gives ``y`` the sharding of ``x`` where that is part of its type: on Explicit meshes."""
+  if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    return y
+  return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
+
+
+def _check_tokens(x: Array, mask: Array | None, embed_dim: int) -> None:
+  if x.ndim < 2 or x.shape[-1] != embed_dim:
+    raise ValueError(f"x: expected shape [..., {embed_dim}] with token axes, got {x.shape}")
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"x: expected a float dtype, got {x.dtype}")
+  if mask is not None and mask.shape != x.shape[:-1]:
+    raise ValueError(f"mask: expected shape {x.shape[:-1]}, got {mask.shape}")
+  if mask is not None and mask.dtype != jnp.bool_:
+    raise TypeError(f"mask: expected dtype bool, got {mask.dtype}")
