@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from orbax.checkpoint import CheckpointManager
 from tiny_moe import checkpoints, report
 from tiny_moe.data import load_text
 from tiny_moe.settings import Settings, SettingsError, flag
@@ -116,12 +117,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
   return settings
 
 
-def run(settings: Settings, out: pathlib.Path, manager: Any | None, resume: bool) -> dict[str, Any]:
+def run(
+  settings: Settings, out: pathlib.Path, manager: CheckpointManager | None, resume: bool
+) -> dict[str, Any]:
   """All steps of the run on the mesh in context, then its figure and summary."""
   text, held_out = load_text()
   training = make_training(settings)
   state, first_step = training.state, 0
-  if resume:
+  if manager is not None and resume:
     state, first_step = checkpoints.restore(manager, state, settings)
   out.mkdir(parents=True, exist_ok=True)
   history, file = report.open_metrics(out / "metrics.jsonl", first_step)
@@ -145,6 +148,6 @@ def run(settings: Settings, out: pathlib.Path, manager: Any | None, resume: bool
 
 if __name__ == "__main__":
   if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # As JAX has not looked for devices yet. Without effect where it finds accelerators.
+    # Possible until JAX first looks for devices; without effect where it finds accelerators.
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
   main()

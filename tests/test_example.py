@@ -3,16 +3,13 @@
 import functools
 import json
 import pathlib
-import sys
+import shlex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-
 import train_tiny_moe
 from tiny_moe import data
 from tiny_moe.settings import Settings, flag
@@ -21,7 +18,9 @@ from train_tiny_moe import main
 
 # One layer and few ranks, because compilation takes most of the time.
 # The auxiliary loss of a whole batch is not the mean of its parts'.
-ALL_RANKS = "--layers 1 --width 16 --experts 4 --batch 8 --seq 8 --steps 4 --balance-loss 0".split()
+ALL_RANKS = shlex.split(
+  "--layers 1 --width 16 --experts 4 --batch 8 --seq 8 --steps 4 --balance-loss 0"
+)
 TINY = [*ALL_RANKS, "--ranks", "2"]
 EXPERT_SHAPES = {"wi_gate": (4, 16, 32), "wi_up": (4, 16, 32), "wo": (4, 32, 16)}
 
@@ -136,6 +135,7 @@ def test_other_settings_and_finished_runs_cannot_be_resumed(finished, tmp_path, 
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_microbatches_and_groups_of_ranks_change_no_loss(finished, tmp_path):
   _, results = finished
   parts = main([*TINY, "--accumulate", "2", "--data", "2", "--out", str(tmp_path)])
@@ -152,6 +152,7 @@ def test_dense_run_has_the_same_losses(finished, tmp_path):
   assert (tmp_path / "training.png").exists()
 
 
+@pytest.mark.slow
 def test_strategies_without_replicas(finished, tmp_path):
   _, results = finished
   none = main([*TINY, "--strategy", "none", "--out", str(tmp_path)])

@@ -1,15 +1,9 @@
 """A training run with balanced experts against the same run without any distribution."""
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-
 from tiny_moe.data import batch_at, load_text
 from tiny_moe.settings import Settings
 from tiny_moe.training import make_mesh, make_training

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(dest="command", required=True)
   commands.add_parser(
     "demo",
-    help="train a tiny MoE with and without balancing; further arguments go to the example",
+    help="train a small MoE, balanced in every step; further arguments go to the example",
     add_help=False,  # --help is the example's
   )
   command = commands.add_parser("doctor", help="show versions, devices and what 'auto' picks")
@@ -50,12 +50,13 @@ def _demo(args: Sequence[str]) -> int:
       file=sys.stderr,
     )
     return 1
-  before = sys.argv
+  before = sys.argv, sys.path
   sys.argv = [str(_DEMO), *args]
+  sys.path = [str(_DEMO.parent), *sys.path]  # as for `python examples/train_tiny_moe.py`
   try:
     runpy.run_path(str(_DEMO), run_name="__main__")
   finally:
-    sys.argv = before
+    sys.argv, sys.path = before
   return 0
 
 

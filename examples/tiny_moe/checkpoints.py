@@ -49,7 +49,7 @@ def restore(
   Raises:
     SettingsError: the checkpoint is of a run with other settings, or of a finished run.
   """
-  done = manager.latest_step()
+  done = max(manager.all_steps())
   parts = ocp.args.Composite(settings=ocp.args.JsonRestore())
   saved = manager.restore(done, args=parts)["settings"]
   for name, value in _fixed(settings).items():

@@ -109,6 +109,11 @@ class DenseAux(NamedTuple):
 class DenseMoE(uep.nnx.MoE):
   """The same parameters and the same function, with every expert run on every token."""
 
+  router: nnx.Param
+  wi_gate: nnx.Param
+  wi_up: nnx.Param
+  wo: nnx.Param
+
   def __call__(self, x: Array, mask: Array | None = None) -> tuple[Array, DenseAux]:
     router, x32 = self.router[...], x.astype(jnp.float32)
     logits = jnp.matmul(x32, router, precision=jax.lax.Precision.HIGHEST)

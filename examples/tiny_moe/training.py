@@ -1,7 +1,7 @@
 """The training step, on a mesh, with gradient accumulation."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from tiny_moe.model import LanguageModel, Scalars
 from tiny_moe.settings import Settings
 
 Array = jax.Array
+Params = Any  # nnx.State
 
 
 class TrainState(NamedTuple):
   """All that training changes and a checkpoint holds. Copies of experts are in none of it."""
 
-  params: nnx.State
+  params: Params
   opt_state: optax.OptState
 
 
@@ -37,7 +38,7 @@ class Training(NamedTuple):
 
   state: TrainState
   step: Callable[[TrainState, Array], tuple[TrainState, Scalars]]
-  loss: Callable[[nnx.State, Array], tuple[Array, Scalars]]
+  loss: Callable[[Params, Array], tuple[Array, Scalars]]
 
 
 def make_mesh(settings: Settings) -> jax.sharding.Mesh:
@@ -66,7 +67,7 @@ def make_training(settings: Settings, moe_class: type[uep.nnx.MoE] | None = None
     params = nnx.state(LanguageModel(settings, moe_class), nnx.Param)
     return TrainState(params, optimizer.init(params))
 
-  def loss_fn(params: nnx.State, bytes_BS: Array) -> tuple[Array, Scalars]:
+  def loss_fn(params: Params, bytes_BS: Array) -> tuple[Array, Scalars]:
     model = nnx.merge(graphdef, params)
     logits_BTV, balance_loss, scalars = model(bytes_BS[:, :-1])
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(
@@ -78,7 +79,7 @@ def make_training(settings: Settings, moe_class: type[uep.nnx.MoE] | None = None
   def step(state: TrainState, bytes_ABS: Array) -> tuple[TrainState, Scalars]:
     """One update from A microbatches; experts are balanced anew in each."""
 
-    def add_microbatch(total: nnx.State, bytes_BS: Array) -> tuple[nnx.State, Scalars]:
+    def add_microbatch(total: Params, bytes_BS: Array) -> tuple[Params, Scalars]:
       grads, scalars = jax.grad(loss_fn, has_aux=True)(state.params, bytes_BS)
       return jax.tree.map(jnp.add, total, grads), scalars
 
@@ -120,7 +121,7 @@ def microbatches(text: np.ndarray, settings: Settings, step: int) -> Array:
 
 
 def held_out_loss(
-  training: Training, params: nnx.State, text: np.ndarray, settings: Settings, batches: int = 8
+  training: Training, params: Params, text: np.ndarray, settings: Settings, batches: int = 8
 ) -> float:
   """The mean loss over fixed windows of the held-out text."""
   losses = []
