@@ -39,6 +39,31 @@ def weights_with(**leaves):
 WRONG = {
   "x of rank 1": ({"x": jnp.ones(N)}, ValueError, r"x: expected shape \[N, ..., D\], got \[16\]"),
   "integer x": ({"x": jnp.ones((N, D), int)}, TypeError, "x: expected a dtype of kind floating"),
+  "float8 x": (
+    {"x": jnp.ones((N, D), jnp.float8_e4m3fn)},
+    TypeError,
+    "x: expected bfloat16, float16 or float32, got float8_e4m3fn",
+  ),
+  "x as a list": ({"x": [[1.0] * D] * N}, TypeError, "x: expected an array, got list"),
+  "empty experts": (
+    {"weights": uep.ExpertWeights(jnp.ones((E, D, 0)), jnp.ones((E, D, 0)), jnp.ones((E, 0, D)))},
+    ValueError,
+    r"weights.wi_gate: expected no empty axis, got \[8, 4, 0\]",
+  ),
+  "a planner without an answer": (
+    {"config": dataclasses.replace(CONFIG, strategy=lambda *_: None)},
+    TypeError,
+    "strategy: expected its planner to return a Plan, got NoneType",
+  ),
+  "a planner with other shapes": (
+    {
+      "config": dataclasses.replace(
+        CONFIG, strategy=lambda *_: uep.Plan(*[jnp.zeros((G, 1), jnp.int32)] * 3)
+      )
+    },
+    ValueError,
+    r"plan.quota: expected shape \[8, 4\], got \[4, 1\]",
+  ),
   "no array": ({"gate": [[1.0]]}, TypeError, "gate: expected an array, got list"),
   "float index": (
     {"expert_index": jnp.ones((N, K))},
@@ -239,6 +264,22 @@ def test_more_assignments_than_int32_counts():
     pytest.raises(ValueError, match=r"expected ranks \* tokens \* top_k below 2\*\*31"),
   ):
     jax.eval_shape(lambda call: uep.sharded_moe(**call, config=CONFIG), call)
+
+
+def test_x64_mode():
+  with (
+    jax.enable_x64(True),
+    jax.set_mesh(mesh()),
+    pytest.raises(ValueError, match="jax_enable_x64: expected False"),
+  ):
+    uep.sharded_moe(**arguments())
+
+
+def test_mixed_mesh():
+  kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+  mixed = jax.make_mesh((2, 4), ("data", "expert"), axis_types=kinds)
+  with jax.set_mesh(mixed), pytest.raises(ValueError, match="all axes Auto or all Explicit"):
+    uep.sharded_moe(**arguments())
 
 
 def test_no_mesh():

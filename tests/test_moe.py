@@ -154,12 +154,12 @@ def layer(
 
 def relative_error(got: object, expected: object) -> float:
   got, expected = jax.device_get((got, expected))
-  worst = 0.0
+  errors = []
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     scale = np.linalg.norm(b)
-    worst = max(worst, np.linalg.norm(a - b) / scale if scale else np.linalg.norm(a))
-  return float(worst)
+    errors.append(np.linalg.norm(a - b) / scale if scale else np.linalg.norm(a))
+  return float(np.max(errors))  # NaN, which no bound accepts, if any is
 
 
 def value_and_grads(apply, problem: Problem):
@@ -387,14 +387,15 @@ def test_saved_names_spare_backward_the_second_dispatch():
       jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(
         problem.x, problem.gate, problem.weights
       )
-    return count(str(jaxpr), "all_to_all"), count(str(jaxpr), "all_gather")
+    text = str(jaxpr)
+    return [count(text, name) for name in ("all_to_all", "all_gather", "ppermute", "dot_general")]
 
   policies = jax.checkpoint_policies
   nothing = exchanges(policies.nothing_saveable)
   named = exchanges(policies.save_only_these_names(*uep.REMAT_NAMES))
   everything = exchanges(policies.everything_saveable)
   assert named == everything
-  assert nothing[0] > named[0] and nothing[1] > named[1]
+  assert all(many > few for many, few in zip(nothing, named, strict=True)), (nothing, named)
 
 
 def test_invalid_index_is_masked_and_counted_under_jit():
@@ -407,6 +408,66 @@ def test_invalid_index_is_masked_and_counted_under_jit():
     expected, _ = apply(problem.x, right, problem.gate, problem.weights)
   chex.assert_trees_all_equal(y, expected)
   assert int(stats.invalid[0]) == 2 and int(stats.masked[0]) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int16, jnp.uint32])
+def test_every_integer_dtype_of_indices(dtype):
+  problem = make_problem(make_mesh(2), home_experts=64)  # 128 experts: no int8
+  problem = dataclasses.replace(problem, expert_index=problem.expert_index % 100)
+  apply = jax.jit(layer(problem, CONFIG))
+  invalid = problem.expert_index.at[0, 0].set(127 if dtype == jnp.int8 else 200)
+  masked = problem.expert_index.at[0, 0].set(-1)
+  with jax.set_mesh(problem.mesh):
+    y, stats = apply(problem.x, problem.expert_index.astype(dtype), problem.gate, problem.weights)
+    expected, _ = apply(problem.x, problem.expert_index, problem.gate, problem.weights)
+    chex.assert_trees_all_equal(y, expected)
+    assert int(stats.invalid[0]) == 0
+    if dtype != jnp.int8:
+      y, stats = apply(problem.x, invalid.astype(dtype), problem.gate, problem.weights)
+      expected, _ = apply(problem.x, masked, problem.gate, problem.weights)
+      chex.assert_trees_all_equal(y, expected)
+      assert int(stats.invalid[0]) == 1
+
+
+def test_several_rounds_of_several_steps_that_differ_between_groups():
+  """One group of tokens is balanced, the other all for one expert; home placement, K = 1."""
+  mesh = make_mesh(4, 2)
+  problem = make_problem(mesh, top_k=1, tokens=16)
+  index = np.arange(16 * 8, dtype=np.int32)[:, None] % 8
+  index[16 * 4 :] = 3
+  index = jax.device_put(jnp.asarray(index), problem.expert_index.sharding)
+  problem = dataclasses.replace(problem, expert_index=index)
+  config = dataclasses.replace(CONFIG, strategy="none", capacity_factor=1.0)
+  y, stats, grads = value_and_grads(layer(problem, config), problem)
+  expected_y, expected_grads = dense(problem)
+  assert relative_error(y, expected_y) <= 1e-5
+  assert relative_error(grads, expected_grads) <= 1e-5
+  assert stats.rounds.tolist() == [4, 4]
+  assert stats.load_after_G[0].max() == 16 and stats.load_after_G[1].max() == 64
+
+
+def test_low_precision_gates_get_gradients_of_their_dtype():
+  problem = make_problem(make_mesh(2))
+  low = dataclasses.replace(problem, gate=problem.gate.astype(jnp.bfloat16))
+  _, _, (_, gate_grad, _) = value_and_grads(layer(low, CONFIG), low)
+  exact = dataclasses.replace(problem, gate=low.gate.astype(jnp.float32))
+  _, (_, expected, _) = dense(exact)
+  assert gate_grad.dtype == jnp.bfloat16
+  assert relative_error(gate_grad, expected) < 5e-3
+
+
+def test_vmap_over_layers():
+  problem = make_problem(make_mesh(4))
+  twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), (problem.x, problem.gate))
+
+  def apply(x, gate):
+    return uep.sharded_moe(x, problem.expert_index, gate, problem.weights, config=CONFIG)[0]
+
+  with jax.set_mesh(problem.mesh):
+    y = jax.jit(jax.vmap(apply))(*twice)
+    for i in range(2):
+      expected = jax.jit(apply)(twice[0][i], twice[1][i])
+      assert relative_error(y[i], expected) <= 1e-6
 
 
 def test_a_token_may_choose_an_expert_twice():

@@ -93,7 +93,7 @@ def test_reduce_is_the_adjoint_of_replicate():
 
 
 def test_order_of_the_sum_is_fixed():
-  """Nearest upstream holder first: an order in which these terms do not cancel to zero."""
+  """The next rank of the ring first: an order in which these terms do not cancel to zero."""
   placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
   terms = jnp.array([0.0, 1e8, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0], jnp.float32)[:, None]
   reduce = functools.partial(replicate.reduce_replicas, axis_name="expert")

@@ -3,12 +3,12 @@
 ``nnx.py`` and ``linen.py`` hold its parameters.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from ultraep_jax import gating as gating_lib
 from ultraep_jax.config import BalanceConfig, check_int
@@ -57,26 +57,45 @@ def apply_moe(
   x = x if dtype is None else x.astype(dtype)
   if mask is not None:  # zeros in, zeros out: no term below has an offset
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
-  # Choices must not depend on how a backend rounds float32 operands.
-  logits = jnp.matmul(x.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
-  index, gate, scores = gating_lib.gate(logits, gating, bias_E, mask)
+  routed = _route(x, params["router"], bias_E, mask, gating)
   weights = ExpertWeights(params["wi_gate"], params["wi_up"], params["wo"])
   y, stats = sharded_moe(
     x,
-    index,
-    gate,
+    routed.expert_index,
+    routed.gate,
     weights,
     config=config,
     axis_name=axis_name,
     token_axes=token_axes,
     activation=activation,
   )
-  y = _place_like(y, x)
   if "shared_wo" in params:
     wi_gate, wi_up, wo = (params["shared_" + n].astype(x.dtype) for n in ExpertWeights._fields)
     y += jnp.matmul(activation(jnp.matmul(x, wi_gate)) * jnp.matmul(x, wi_up), wo)
-  return y, MoEAux(
-    stats=stats,
+  return y, MoEAux(stats, routed.load_balance_loss, routed.router_z_loss, routed.expert_load_E)
+
+
+class _Routed(NamedTuple):
+  """What the router makes of the tokens."""
+
+  expert_index: Array
+  gate: Array
+  load_balance_loss: Array
+  router_z_loss: Array
+  expert_load_E: Array
+
+
+# Backward makes the float32 tokens and the masks of [T, K, E] again rather than keep them.
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _route(
+  x: Array, router_DE: Array, bias_E: Array | None, mask: Array | None, gating: GatingConfig
+) -> _Routed:
+  # Choices must not depend on how a backend rounds float32 operands.
+  logits = jnp.matmul(x.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+  index, gate, scores = gating_lib.gate(logits, gating, bias_E, mask)
+  return _Routed(
+    expert_index=index,
+    gate=gate,
     load_balance_loss=gating_lib.load_balance_loss(scores, index),
     router_z_loss=gating_lib.router_z_loss(logits, mask),
     expert_load_E=gating_lib.router_load(index, gating.num_experts),
@@ -139,13 +158,6 @@ def check_mesh(axis_name: str, num_experts: int) -> None:
       f"num_experts: expected a multiple of the {mesh.shape[axis_name]} ranks of mesh axis "
       f"{axis_name!r}, got {num_experts}"
     )
-
-
-def _place_like(y: Array, x: Array) -> Array:
-  """Gives ``y`` the sharding of ``x`` where that is part of its type: on Explicit meshes."""
-  if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-    return y
-  return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
 
 
 def _check_tokens(x: Array, mask: Array | None, embed_dim: int) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.types import ExpertWeights
+from ultraep_jax.types import ExpertWeights, Plan
 
 Array = jax.Array
 
@@ -33,6 +33,8 @@ def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: type)
 
 def check_config(config: object) -> None:
   """Raises unless ``config`` is a ``BalanceConfig`` that this version can run."""
+  if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+    raise ValueError("jax_enable_x64: expected False (loads and rows are int32), got True")
   if not isinstance(config, BalanceConfig):
     raise TypeError(f"config: expected a BalanceConfig, got {type(config).__name__}")
   if config.implementation == "mosaic_gpu":
@@ -40,6 +42,22 @@ def check_config(config: object) -> None:
       "implementation: expected 'portable' or 'auto', got 'mosaic_gpu', "
       "whose kernels are not part of this version"
     )
+
+
+def check_compute_dtype(name: str, value: Any) -> None:
+  """Raises unless the dtype is one that the layer computes in."""
+  if value.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {value.dtype}")
+
+
+def check_plan(plan: Any, num_experts: int, num_ranks: int) -> None:
+  """Raises unless a planner's answer has the type, shapes and dtypes of a ``Plan``."""
+  if not isinstance(plan, Plan):
+    raise TypeError(f"strategy: expected its planner to return a Plan, got {type(plan).__name__}")
+  check_array("plan.replica_expert", plan.replica_expert, (num_ranks, "S"), jnp.int32)
+  slots = plan.replica_expert.shape[1]
+  check_array("plan.quota", plan.quota, (num_experts, num_ranks), jnp.int32)
+  check_array("plan.parent", plan.parent, (num_ranks, slots), jnp.int32)
 
 
 def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> None:
@@ -50,6 +68,8 @@ def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> 
   count, width, inner = weights.wi_gate.shape
   check_array("weights.wi_up", weights.wi_up, (count, width, inner), jnp.floating)
   check_array("weights.wo", weights.wo, (count, inner, width), jnp.floating)
+  if not weights.wi_gate.size:
+    raise ValueError(f"weights.wi_gate: expected no empty axis, got {[count, width, inner]}")
   dtypes = {str(leaf.dtype) for leaf in weights}
   if len(dtypes) > 1:
     raise TypeError(f"weights: expected one dtype, got {sorted(dtypes)}")
@@ -73,6 +93,7 @@ def check_layer(
     )
   num_ranks = lax.axis_size(axis_name)
   check_array("x_TD", x_TD, ("T", "D"), jnp.floating)
+  check_compute_dtype("x_TD", x_TD)
   tokens, width = x_TD.shape
   check_array("expert_index_TK", expert_index_TK, (tokens, "K"), jnp.integer)
   check_array("gate_TK", gate_TK, (tokens, expert_index_TK.shape[1]), jnp.floating)

@@ -16,7 +16,7 @@ class BalanceConfig:
 
   Attributes:
     replica_slots: S, copies of other ranks' experts that a rank can hold. ``S >= E // G``
-      always reaches exact balance; 0 balances nothing.
+      can always reach exact balance; 0 balances nothing.
     strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"ideal"`` (overrides the
       router to equal loads, for measuring only), a planner function
       ``(load_GE, config, cost) -> Plan``, or a ``strategies.Strategy``.
@@ -29,8 +29,9 @@ class BalanceConfig:
       rank takes more rounds, nothing is dropped.
     domain_size: ranks joined by scale-up links; replicas never leave a domain. Domains are
       contiguous. ``None``: all ranks are one domain.
-    transfer: how copies travel: ``"relay"`` (holders forward along a tree), ``"direct"`` (the
-      home sends each), ``"auto"`` (a relay where it lowers the busiest sender's egress).
+    transfer: the trees that ``Plan.parent`` describes: ``"relay"`` (holders forward), ``"direct"``
+      (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
+      egress). The portable implementation passes copies round a ring instead.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
       ``None``: from the weights' byte width and the rates measured on H200.
     implementation: ``"auto"``, ``"mosaic_gpu"`` or ``"portable"``.

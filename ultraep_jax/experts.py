@@ -205,9 +205,8 @@ def expert_backward(
   # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
   ungated_CF = grouped_matmul(grad_CD, home.wo, replica.wo, group_size_P, transpose_rhs=True)
   gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
-  gate_C1 = gate_C[:, None]
-  (hidden_grad,) = inner_vjp((ungated_CF * gate_C1.astype(ungated_CF.dtype)).astype(inner_CF.dtype))
-  weighted_CD = (grad_CD * gate_C1.astype(grad_CD.dtype)).astype(grad_CD.dtype)
+  (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
+  weighted_CD = _scaled(grad_CD, gate_C)
 
   wo_home, wo_replica = grouped_matmul_wgrad(inner_CF, weighted_CD, group_size_P, num_home)
   gate_home, gate_replica = grouped_matmul_wgrad(
@@ -223,6 +222,10 @@ def expert_backward(
     home=ExpertWeights(gate_home, up_home, wo_home),
     replica=ExpertWeights(gate_replica, up_replica, wo_replica),
   )
+
+
+def _scaled(rows_CX: Array, gate_C: Array) -> Array:
+  return (rows_CX.astype(jnp.float32) * gate_C[:, None]).astype(rows_CX.dtype)
 
 
 def _inner(hidden: Hidden, activation: Callable[[Array], Array]) -> Array:

@@ -12,26 +12,29 @@ Array = jax.Array
 def check_expert_index(expert_index: Array, num_experts: int) -> None:
   """Raises if a concrete index is outside ``[-1, num_experts)``; traced values pass.
 
+  An eager call waits for the values. Of several processes, each checks what it holds.
+
   Raises:
     ValueError: names the range and the first offender.
   """
   if isinstance(expert_index, Tracer):
     return
-  if isinstance(expert_index, jax.Array):  # of several processes, each checks what it holds
-    shards = [np.asarray(shard.data) for shard in expert_index.addressable_shards]
-    values = np.concatenate([shard.reshape(-1) for shard in shards])
+  if isinstance(expert_index, jax.Array):
+    shards = [shard.data for shard in expert_index.addressable_shards if shard.replica_id == 0]
   else:
-    values = np.asarray(expert_index)
-  wrong = values[(values < -1) | (values >= num_experts)]
-  if wrong.size:
-    raise ValueError(
-      f"expert_index: expected values in [-1, {num_experts}), got {wrong.flat[0]} "
-      f"({wrong.size} outside)"
-    )
+    shards = [expert_index]
+  for values in map(np.asarray, shards):
+    wrong = values[(values < -1) | (values >= num_experts)]
+    if wrong.size:
+      raise ValueError(
+        f"expert_index: expected values in [-1, {num_experts}), got {wrong.flat[0]} "
+        f"({wrong.size} outside)"
+      )
 
 
 def drop_invalid(expert_index_TK: Array, num_experts: int) -> Array:
-  """Replaces every index outside ``[0, num_experts)`` by −1, the masked assignment."""
+  """int32, with −1, the masked assignment, for every index outside ``[0, num_experts)``."""
+  expert_index_TK = expert_index_TK.astype(jnp.int32)  # -1 is no value of an unsigned type
   valid = (expert_index_TK >= 0) & (expert_index_TK < num_experts)
   return jnp.where(valid, expert_index_TK, -1)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ultraep_jax import exchange, experts, load, replicate, route, stats, strategies
-from ultraep_jax.checks import check_layer
+from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
 from ultraep_jax.types import ExpertWeights, LayerStats, PlanCost, Routes
@@ -19,8 +19,8 @@ Array = jax.Array
 Activation = Callable[[Array], Array]
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second
-# planning, rows a second dispatch, hidden two of the three matmuls. Replicas have no name:
-# they are made again.
+# planning, rows a second dispatch, hidden two of the three matmuls and the replicas for them.
+# Replicas have no name: they are made again.
 PLAN_NAME = "ultraep_plan"
 ROWS_NAME = "ultraep_rows"
 HIDDEN_NAME = "ultraep_hidden"
@@ -48,9 +48,12 @@ def moe(
   Computes ``sum_k gate[t, k] * expert[index[t, k]](x[t])`` exactly as a dense layer would; the
   plan only changes where. Differentiable in ``x_TD``, ``gate_TK`` and ``weights``.
 
+  All ranks of all manual mesh axes take part, and agree on the number of rounds: do not call
+  it under a condition that differs between them.
+
   Args:
-    x_TD: ``[T, D]``, this rank's tokens; its dtype is the compute dtype.
-    expert_index_TK: ``[T, K]`` int32, chosen experts. −1 is a masked assignment: counted
+    x_TD: ``[T, D]`` bfloat16, float16 or float32, this rank's tokens; the compute dtype.
+    expert_index_TK: ``[T, K]`` integers, chosen experts. −1 is a masked assignment: counted
       nowhere, computed nowhere, contributing zero.
     gate_TK: ``[T, K]`` float32, the weights of the choices.
     weights: this rank's ``M = E // G`` home experts, in the parameter dtype; cast to the
@@ -69,15 +72,17 @@ def moe(
   num_ranks = check_layer(x_TD, expert_index_TK, gate_TK, weights, config, axis_name)
   num_experts = weights.wo.shape[0] * num_ranks
   load.check_expert_index(expert_index_TK, num_experts)
+  expert_index_TK = expert_index_TK.astype(jnp.int32)
   rank = lax.axis_index(axis_name)
   strategy = strategies.resolve(config.strategy)
   if strategy.reassign is not None:
     expert_index_TK = strategy.reassign(expert_index_TK, rank, num_experts, num_ranks)
 
   num_tokens, top_k = expert_index_TK.shape
-  capacity = route.row_capacity(num_tokens, top_k, config)
+  capacity = route.row_capacity(num_tokens, top_k, num_ranks, config)
   load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
   plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
+  check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
     plan = plan._replace(replica_expert=jnp.zeros((num_ranks, 0), jnp.int32))

@@ -51,7 +51,8 @@ class MoE(nnx.Module):
   >>> import jax, jax.numpy as jnp, optax
   >>> from flax import nnx
   >>> import ultraep_jax as uep
-  >>>   >>> gating = uep.GatingConfig(num_experts=8, num_experts_per_tok=2, use_selection_bias=True)
+  >>>
+  >>> gating = uep.GatingConfig(num_experts=8, num_experts_per_tok=2, use_selection_bias=True)
   >>> @nnx.jit
   ... def train_step(model, optimizer, x):
   ...   def loss_fn(model):

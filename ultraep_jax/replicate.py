@@ -3,8 +3,10 @@
 The portable form passes buffers round a ring. The buffer for a rank starts at the farthest
 home that owes it a copy; every home it passes puts its experts in; it arrives complete. It
 needs the memory of one rank's replicas, moves any dtype bit for bit, and makes as many hops
-as the plan's longest transfer needs, none for an empty plan. The adjoint walks the same ring
-backwards, so every home adds its replicas' gradients in the same order every time.
+as the plan's longest transfer needs, none for an empty plan. A hop moves all S slots, filled
+or not, so the ring suits domains of up to about a node; it ignores the plan's transfer trees.
+The adjoint walks the same ring backwards, so every home adds its replicas' gradients in the
+same order every time.
 """
 
 import dataclasses
@@ -73,7 +75,7 @@ def reduce_replicas[T](
     domain_size: as for ``replicate``.
 
   Returns:
-    The home gradients with all replicas' added, nearest upstream rank first.
+    The home gradients with all replicas' added: those of the next rank of the ring first.
   """
   if not replica_expert_GS.shape[1]:
     return home

@@ -20,9 +20,9 @@ from ultraep_jax.types import Plan, Routes
 Array = jax.Array
 
 
-def row_capacity(tokens: int, top_k: int, config: BalanceConfig) -> int:
-  """C, the rows that a rank computes in one round."""
-  return max(1, math.ceil(tokens * top_k * config.capacity_factor))
+def row_capacity(tokens: int, top_k: int, num_ranks: int, config: BalanceConfig) -> int:
+  """C, the rows that a rank computes in one round; never more than there are assignments."""
+  return min(math.ceil(tokens * top_k * config.capacity_factor), num_ranks * tokens * top_k)
 
 
 def slot_experts(plan: Plan) -> Array:
@@ -66,7 +66,7 @@ def route_tokens(
   rank = jnp.asarray(rank, jnp.int32)
   lines = _expert_lines(load_GE, plan, rank)
 
-  expert_A = drop_invalid(expert_index_TK, num_experts).astype(jnp.int32).reshape(-1)
+  expert_A = drop_invalid(expert_index_TK, num_experts).reshape(-1)
   valid_A = expert_A >= 0
   ordinal_A, _ = position_in_group(jnp.where(valid_A, expert_A, num_experts), num_experts)
   expert_A = jnp.where(valid_A, expert_A, 0)
@@ -83,7 +83,7 @@ def route_tokens(
 
   size_GP = slot_sizes(plan)
   num_tokens, top_k = expert_index_TK.shape
-  capacity = row_capacity(num_tokens, top_k, config)
+  capacity = row_capacity(num_tokens, top_k, num_ranks, config)
   busiest = jnp.max(jnp.sum(plan.quota, axis=0))
   return Routes(
     dest_TK=jnp.where(valid_A, host_A, -1).reshape(expert_index_TK.shape),

@@ -30,12 +30,14 @@ def sharded_moe(
 ) -> tuple[Array, LayerStats]:
   """Runs a balanced MoE layer on global arrays, like a dense layer of the same experts.
 
-  Wraps ``moe`` in a ``shard_map`` over every axis of the mesh. Auto and Explicit meshes work;
-  arrays with another sharding are resharded.
+  Wraps ``moe`` in a ``shard_map`` over every axis of the mesh, all Auto or all Explicit.
+  Arrays on the mesh with another sharding are resharded. A call outside ``jit`` is compiled as
+  a whole, once per configuration and ``activation`` object, and waits to check the indices.
 
   Args:
-    x: ``[N, ..., D]``; N is sharded over ``token_axes``. Its dtype is the compute dtype.
-    expert_index: ``[N, ..., K]`` int32 in ``[−1, E)``, −1 for a masked assignment. Under
+    x: ``[N, ..., D]`` bfloat16, float16 or float32, the compute dtype; N is sharded over
+      ``token_axes``.
+    expert_index: ``[N, ..., K]`` integers in ``[−1, E)``, −1 for a masked assignment. Under
       ``jit`` values outside are masked and counted in the statistics.
     gate: ``[N, ..., K]``, the weights of the choices.
     weights: ``[E, D, F]``, ``[E, D, F]``, ``[E, F, D]``, sharded over ``axis_name``.
@@ -47,8 +49,8 @@ def sharded_moe(
     mesh: ``None``: the context mesh (``jax.set_mesh``).
 
   Returns:
-    ``y`` like ``x``, and statistics with a leading axis of token groups (one per position on
-    the token axes other than ``axis_name``).
+    ``y`` like ``x``, on Explicit meshes with its sharding, and statistics with a leading axis
+    of token groups (one per position on the token axes other than ``axis_name``).
 
   Raises:
     ValueError: shapes, sizes or mesh axes do not fit, or a concrete index is out of range.
@@ -120,7 +122,7 @@ def _run(
     sharding = spec if mesh is None else NamedSharding(mesh, spec)
     return jax.tree.map(lambda leaf: jax.reshard(leaf, sharding), tree)
 
-  return jax.shard_map(
+  y, stats = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(by_token, by_token, by_token, by_expert),
@@ -131,6 +133,7 @@ def _run(
     place(gate, by_token),
     place(weights, by_expert),
   )
+  return place(y, jax.typeof(x).sharding.spec), stats
 
 
 def _token_axes(
@@ -143,10 +146,12 @@ def _token_axes(
       f"axis_name: expected an axis of the mesh, {mesh.axis_names}, got {axis_name!r}; set one "
       'with jax.set_mesh(jax.make_mesh((ranks,), ("expert",)))'
     )
-  if any(kind == AxisType.Manual for kind in mesh.axis_types):
+  if AxisType.Manual in mesh.axis_types:
     raise ValueError(
       f"mesh: expected no manual axis, got {mesh}; inside shard_map call ultraep_jax.moe"
     )
+  if len(set(mesh.axis_types)) > 1:
+    raise ValueError(f"mesh: expected all axes Auto or all Explicit, got {mesh}")
   if token_axes is None:
     token_axes = [axis for axis in ("data",) if axis in mesh.axis_names] + [axis_name]
   if axis_name not in token_axes or not set(token_axes) <= set(mesh.axis_names):
@@ -168,9 +173,10 @@ def _check(
   token_axes: tuple[str, ...],
 ) -> None:
   checks.check_config(config)
-  if x.ndim < 2:
+  if getattr(x, "ndim", 2) < 2:
     raise ValueError(f"x: expected shape [N, ..., D], got {list(x.shape)}")
-  checks.check_array("x", x, x.shape, jnp.floating)
+  checks.check_array("x", x, getattr(x, "shape", ()), jnp.floating)
+  checks.check_compute_dtype("x", x)
   checks.check_array("expert_index", expert_index, (*x.shape[:-1], "K"), jnp.integer)
   checks.check_array("gate", gate, expert_index.shape, jnp.floating)
   checks.check_weights(weights, "E", x.shape[-1])

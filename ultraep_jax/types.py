@@ -45,7 +45,9 @@ class ExpertWeights(NamedTuple):
 class Plan(NamedTuple):
   """Where replicas live and how many assignments each copy of an expert serves.
 
-  Every rank computes the same plan from the same load matrix.
+  Every rank computes the same plan from the same load matrix. A legal plan has at most one copy
+  of an expert on a rank, none on its home, and no copy outside the home's domain;
+  ``testing.assert_legal_plan`` checks that, the layer only shapes and dtypes.
 
   Attributes:
     replica_expert: ``[G, S]`` int32, the expert whose copy fills the slot, −1 if empty.
@@ -101,8 +103,8 @@ class LayerStats(NamedTuple):
     load_after_G: ``[G]`` int32, assignments that each rank computed.
     load_floor: ``[]`` int32, the least busiest load that replication inside domains can reach.
     replicas: ``[]`` int32, filled replica slots.
-    max_fanout: ``[]`` int32, the most copies that one rank sent.
-    replica_bytes: ``[]`` float32, bytes of weights that crossed links (one direction, once).
+    max_fanout: ``[]`` int32, the most copies that one rank sends along the plan's trees.
+    replica_bytes: ``[]`` float32, bytes of all copies, each counted once.
     remote_assignments: ``[]`` int32, assignments computed on another rank than their token's.
     rounds: ``[]`` int32, rounds that were run.
     masked: ``[]`` int32, assignments with index −1.
@@ -134,8 +136,8 @@ class LayerStats(NamedTuple):
     ``imbalance_after``        busiest rank over mean rank as computed
     ``imbalance_floor``        least ``imbalance_after`` that the domains allow
     ``replicas``               filled replica slots
-    ``max_fanout``             most copies sent by one rank
-    ``replica_megabytes``      weights moved over links, in 10^6 bytes
+    ``max_fanout``             most copies that one rank sends along the plan's trees
+    ``replica_megabytes``      bytes of all copies, in 10^6 bytes
     ``remote_fraction``        share of assignments computed away from their token's rank
     ``rounds``                 rounds run by the layer
     ``masked_assignments``     assignments with index −1
@@ -152,17 +154,19 @@ class LayerStats(NamedTuple):
     def imbalance(busiest: Array) -> Array:
       return jnp.max(jnp.where(empty, 1.0, busiest.astype(jnp.float32) / mean))
 
-    total = jnp.maximum(jnp.sum(after), 1.0)
+    def total(count: Array) -> Array:
+      return jnp.sum(count.astype(jnp.float32))  # several groups' counts may pass int32
+
     values = {
       "imbalance_before": imbalance(jnp.max(self.load_before_G, axis=-1)),
       "imbalance_after": imbalance(jnp.max(self.load_after_G, axis=-1)),
       "imbalance_floor": imbalance(self.load_floor),
-      "replicas": jnp.sum(self.replicas),
+      "replicas": total(self.replicas),
       "max_fanout": jnp.max(self.max_fanout),
-      "replica_megabytes": jnp.sum(self.replica_bytes) / 1e6,
-      "remote_fraction": jnp.sum(self.remote_assignments).astype(jnp.float32) / total,
+      "replica_megabytes": total(self.replica_bytes) / 1e6,
+      "remote_fraction": total(self.remote_assignments) / jnp.maximum(jnp.sum(after), 1.0),
       "rounds": jnp.max(self.rounds),
-      "masked_assignments": jnp.sum(self.masked),
-      "invalid_assignments": jnp.sum(self.invalid),
+      "masked_assignments": total(self.masked),
+      "invalid_assignments": total(self.invalid),
     }
     return {prefix + name: value.astype(jnp.float32) for name, value in values.items()}

@@ -121,7 +121,7 @@ def exchange_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   x = jnp.asarray(rng.normal(size=(ranks * tokens, width)), jnp.bfloat16)
   index = jnp.asarray(index, jnp.int32)
   config = BalanceConfig(replica_slots=0, objective="balance")
-  capacity = route.row_capacity(tokens, top_k, config)
+  capacity = route.row_capacity(tokens, top_k, ranks, config)
   capacity += 1024 // scale  # home placement of random choices is not quite even
 
   def routes_of(index_TK: Array) -> Routes:
