@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.types import ExpertWeights, Plan
-
-Array = jax.Array
+from ultraep_jax.types import Array, ExpertWeights, Plan
 
 
 def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: type) -> None:

@@ -17,9 +17,7 @@ from jax import lax
 
 from ultraep_jax.load import position_in_group
 from ultraep_jax.mesh import mesh_max
-from ultraep_jax.types import Routes
-
-Array = jax.Array
+from ultraep_jax.types import Array, Routes
 
 # How much a block exceeds the mean number of tokens that two ranks exchange.
 _BLOCK_SLACK = 1.25

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.mesh import to_varying, varying_axes
-from ultraep_jax.types import ExpertWeights
-
-Array = jax.Array
+from ultraep_jax.types import Array, ExpertWeights
 
 
 def grouped_matmul(

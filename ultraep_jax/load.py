@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-Array = jax.Array
+from ultraep_jax.types import Array
 
 
 def check_expert_index(expert_index: Array, num_experts: int) -> None:

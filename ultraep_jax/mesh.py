@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import jax
 from jax import lax
 
-Array = jax.Array
+from ultraep_jax.types import Array
 
 
 def varying_axes(*trees: object) -> frozenset[str]:

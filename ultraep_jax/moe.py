@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,8 @@ from ultraep_jax import exchange, experts, load, replicate, route, stats, strate
 from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
-from ultraep_jax.types import ExpertWeights, LayerStats, PlanCost, Routes
+from ultraep_jax.types import Array, ExpertWeights, LayerStats, PlanCost, Routes
 
-Array = jax.Array
 Activation = Callable[[Array], Array]
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second
@@ -96,7 +95,7 @@ def moe(
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
   axes = varying_axes(x_TD, expert_index_TK, gate_TK, weights, routing)
-  y_TD = _experts_on_tokens(
+  y_TD: Any = _experts_on_tokens(  # custom_vjp hides the type
     static,
     to_varying(x_TD, axes),
     to_varying(gate_TK.astype(jnp.float32), axes),

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
-
-Array = jax.Array
+from ultraep_jax.types import Array
 
 
 def replicate[T](

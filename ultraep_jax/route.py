@@ -10,14 +10,11 @@ row of its own assignments without asking anyone.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.load import drop_invalid, position_in_group
-from ultraep_jax.types import Plan, Routes
-
-Array = jax.Array
+from ultraep_jax.types import Array, Plan, Routes
 
 
 def row_capacity(tokens: int, top_k: int, num_ranks: int, config: BalanceConfig) -> int:

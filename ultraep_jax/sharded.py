@@ -11,9 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ultraep_jax import checks, load
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import Activation, moe
-from ultraep_jax.types import ExpertWeights, LayerStats
-
-Array = jax.Array
+from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 
 def sharded_moe(

@@ -1,13 +1,10 @@
 """What a layer did, measured on the way."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.types import ExpertWeights, LayerStats, Plan, Routes
-
-Array = jax.Array
+from ultraep_jax.types import Array, ExpertWeights, LayerStats, Plan, Routes
 
 
 def layer_stats(
