@@ -1,6 +1,6 @@
 """GPU kernels on plain arrays, written in Pallas Mosaic GPU for Hopper and Blackwell.
 
-This version contains none: ``ultraep_jax`` runs everything in plain JAX
-(``implementation="portable"``). The package holds the place of the kernels, which will import
-jax only and know nothing of ``ultraep_jax``.
+They import jax only and know nothing of ``ultraep_jax``, whose layer does not use them yet: it
+runs in plain JAX (``implementation="portable"``). ``replicate`` and ``grouped_matmul`` have the
+signatures of its portable operations on plain arrays, but leave unused rows and slots unwritten.
 """

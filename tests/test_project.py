@@ -101,6 +101,8 @@ def test_imports_point_down(path):
     target = source_file(module)
     if target is None or pathlib.PurePath(target).parts[1] == package:
       continue
+    if target.startswith("pallas_kernels/"):
+      continue  # below everything, as the next test says
     assert layer_of(path) < layer_of(target), f"{path} imports {target}, which is not below it"
 
 

@@ -38,7 +38,7 @@ def check_config(config: object) -> None:
   if config.implementation == "mosaic_gpu":
     raise NotImplementedError(
       "implementation: expected 'portable' or 'auto', got 'mosaic_gpu', "
-      "whose kernels are not part of this version"
+      "whose kernels the layer does not use yet"
     )
 
 

@@ -46,14 +46,14 @@ def doctor() -> Report:
   >>> print(doctor())  # doctest: +ELLIPSIS
   versions:       python 3..., ultraep-jax ..., jax 0..., jaxlib 0..., flax 0...
   devices:        ...
-  implementation: "auto" picks "portable": GPU kernels are not part of this version
+  implementation: "auto" picks "portable": the layer does not use the GPU kernels yet
   """
   return Report(
     versions={"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
     devices=dict(collections.Counter(device.device_kind for device in jax.devices())),
     processes=jax.process_count(),
     implementation="portable",
-    reason="GPU kernels are not part of this version",
+    reason="the layer does not use the GPU kernels yet",
   )
 
 

@@ -1,0 +1,277 @@
+"""Copies of experts' arrays to the replica slots of all ranks, over NVLink."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import support
+from pallas_kernels import tiles as tiling
+from pallas_kernels.tiles import Tiles, Tuning
+
+Array = jax.Array
+
+
+def replicate(
+  arrays: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning | None = None,
+) -> list[Array]:
+  """Fills every rank's replica slots with copies of their experts' arrays, bit for bit.
+
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices belong to one process and
+  reach each other's memory. One kernel moves all arrays. The ranks that send push tiles into the
+  slots of the receivers; a rank that forwards an expert sends each tile on as soon as it has
+  landed in its own slot. A tile is read once per rank, however many copies it feeds. When the
+  kernel returns on a rank, that rank's slots are complete.
+
+  No legal plan can deadlock. All workers go through the tiles in the same order, and through the
+  experts they send of each tile in the order of the depth of their slot in its tree (home: 0).
+  A worker only ever waits for a tile to land in a slot of depth d, sent by the same worker of
+  another rank, whose place in this common order is the same tile and depth d − 1. It has done
+  all that comes before in the order, and what it has sent is announced before it waits. So of
+  all waiting workers the one that is first in the order waits for one that does not wait.
+
+  Args:
+    arrays: ``[M, ...]`` each, this rank's home experts. Rows must be multiples of 16 bytes.
+    replica_expert_GS: ``[G, S]`` int32, the expert in each slot, −1 if empty; the same on all
+      ranks. An expert is at most once on a rank and never on its home ``e // M``.
+    parent_GS: ``[G, S]`` int32, the rank that sends the slot its copy, −1 if empty. It is the
+      home or has a slot with the expert; the senders of an expert form a tree.
+    axis_name: the expert mesh axis, of size G.
+    tuning: workers and tiles; must be the same on all ranks.
+
+  Returns:
+    An ``[S, ...]`` array for each of ``arrays``. Empty slots are not written: they hold anything,
+    NaN included.
+
+  Raises:
+    NotImplementedError: a dtype or a mesh that the kernel does not handle.
+    ValueError: shapes that do not fit, or rows that are no multiple of 16 bytes.
+  """
+  tuning = tuning or Tuning()
+  arrays = list(arrays)
+  _check(arrays, replica_expert_GS, parent_GS, axis_name)
+  num_slots = replica_expert_GS.shape[1]
+  if not arrays or not num_slots:
+    return [jnp.zeros((num_slots, *array.shape[1:]), array.dtype) for array in arrays]
+  tiles = tiling.cut("arrays", arrays, tuning)
+  work = _work_list(replica_expert_GS, parent_GS, lax.axis_index(axis_name), arrays[0].shape[0])
+  work, *rows = _vary_alike(work, *[array.reshape(array.shape[0], -1) for array in arrays])
+  kernel = plgpu.kernel(
+    functools.partial(
+      _kernel,
+      tiles=tiles,
+      num_home=arrays[0].shape[0],
+      num_slots=num_slots,
+      axis_name=axis_name,
+      tuning=tuning,
+    ),
+    out_type=[jax.typeof(row).update(shape=(num_slots, row.shape[1])) for row in rows],
+    grid=(tuning.blocks,),
+    grid_names=(tiling.BLOCK_AXIS,),
+    num_threads=tuning.workers,
+    thread_name=tiling.WORKER_AXIS,
+    scratch_types=[
+      plgpu.SMEM((tuning.workers, work.size), jnp.int32),
+      plgpu.Barrier(num_barriers=tuning.workers),
+      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
+      *tiling.buffers(tiles, tuning),
+    ],
+    kernel_name="replicate",
+  )
+  copies = kernel(work, *rows)
+  return [
+    copy.reshape(num_slots, *array.shape[1:]) for copy, array in zip(copies, arrays, strict=True)
+  ]
+
+
+class _Fields:
+  """Where the parts of the work list lie: a count, a flag per own slot, four columns per copy.
+
+  A copy is one slot that this rank fills. Copies of one source are neighbours, those that are
+  forwarded first. Sources are home experts (below M) and own slots (M + slot), by rising depth,
+  those with copies that are forwarded first.
+  """
+
+  COUNT = 0
+  AWAITED = 1  # own slots that are filled and not forwarded: they are waited for at the end
+  CHILD, SOURCE, RELAYED_END, END = range(4)  # the filled slot (rank * S + slot); its source; ends
+
+  @classmethod
+  def copy(cls, num_slots: int, index: Array, column: int) -> Array:
+    return cls.AWAITED + num_slots + 4 * index + column
+
+
+def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home: int) -> Array:
+  """What one rank sends and awaits, a vector of int32 as ``_Fields`` describes it.
+
+  Axis N is all slots of all ranks. All is compares and sums, but for one sort.
+  """
+  num_ranks, num_slots = replica_expert_GS.shape
+  size, num_sources = num_ranks * num_slots, num_home + num_slots
+  expert_N, parent_N = replica_expert_GS.reshape(-1), parent_GS.reshape(-1)
+  slot_N = jnp.arange(size, dtype=jnp.int32)
+  filled_N = expert_N >= 0
+  feeds_NN = (expert_N[:, None] == expert_N[None, :]) & filled_N[None, :]
+  feeds_NN &= (slot_N // num_slots)[:, None] == parent_N[None, :]
+  forwards_N = jnp.any(feeds_NN, axis=1)
+  feeder_N = jnp.max(jnp.where(feeds_NN, slot_N[:, None], -1), axis=0)
+  home_N = expert_N - rank * num_home
+  source_N = jnp.where(feeder_N < 0, home_N, num_home + feeder_N % num_slots)
+  siblings_NN = (expert_N[:, None] == expert_N[None, :]) & (parent_N[:, None] == parent_N[None, :])
+  relayed_N = jnp.any(siblings_NN & forwards_N[None, :], axis=1)
+  group_N = 2 * _depth(feeder_N, num_ranks) + (~relayed_N).astype(jnp.int32)
+  group_N = group_N * num_sources + source_N
+  key_N = (2 * group_N + (~forwards_N).astype(jnp.int32)) * size + slot_N
+  mine_N = filled_N & (parent_N == rank)
+  key_N = jnp.sort(jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max))
+  half_N = key_N // size
+  group_N = half_N // 2
+  end_N = jnp.sum(group_N[None, :] <= group_N[:, None], axis=1, dtype=jnp.int32)
+  relayed_end_N = jnp.sum(half_N[None, :] <= 2 * group_N[:, None], axis=1, dtype=jnp.int32)
+  copies_N4 = jnp.stack([key_N % size, group_N % num_sources, relayed_end_N, end_N], axis=1)
+  awaited_S = (filled_N & ~forwards_N).reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
+  count = jnp.sum(mine_N, dtype=jnp.int32)
+  work = jnp.concatenate([count[None], awaited_S, copies_N4.reshape(-1)])
+  return jnp.pad(work, (0, -work.size % 32))
+
+
+def _depth(feeder_N: Array, num_ranks: int) -> Array:
+  """Links from each slot to the first of its tree, by pointer doubling."""
+  size = feeder_N.size
+  feeder = jnp.append(jnp.where(feeder_N < 0, size, feeder_N), jnp.int32(size))
+  links = (feeder < size).astype(jnp.int32)
+  for _ in range((num_ranks - 1).bit_length()):
+    links, feeder = links + links[feeder], feeder[feeder]
+  return links[:size]
+
+
+def _kernel(
+  work_ref: Any,
+  *refs: Any,
+  tiles: Sequence[Tiles],
+  num_home: int,
+  num_slots: int,
+  axis_name: str,
+  tuning: Tuning,
+) -> None:
+  num_arrays = tiles[-1].array + 1
+  home_refs, replica_refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays]
+  all_works, all_loaded, all_landed, *buffer_refs = refs[2 * num_arrays :]
+  worker = lax.axis_index(tiling.WORKER_AXIS)
+  loaded, landed = all_loaded.at[worker], all_landed.at[worker]
+
+  def load(source: Any, target: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+  load(work_ref, all_works.at[worker])
+  plgpu.barrier_wait(loaded)
+  count = all_works[worker, _Fields.COUNT]
+
+  def copy_field(index: Array, column: int) -> Array:
+    return all_works[worker, _Fields.copy(num_slots, index, column)]
+
+  def child(index: Array) -> tuple[Any, Array]:
+    slot = copy_field(index, _Fields.CHILD)
+    return {axis_name: lax.div(slot, num_slots)}, lax.rem(slot, num_slots)
+
+  def announce(index: Array) -> None:
+    rank, slot = child(index)
+    pl.semaphore_signal(landed.at[slot], device_id=rank)
+
+  def send(begin: Array, each: Tiles, offset: Array) -> Array:
+    """Sends a tile of one source; copies from ``begin`` on. Returns where those of the next are."""
+    home_ref, replica_ref = home_refs[each.array], replica_refs[each.array]
+    buffer, part = tiling.buffer(each, tiles, buffer_refs), pl.ds(offset, each.length)
+    source = copy_field(begin, _Fields.SOURCE)
+    relayed_end, end = (copy_field(begin, f) for f in (_Fields.RELAYED_END, _Fields.END))
+
+    @pl.when(source < num_home)
+    def _() -> None:
+      load(home_ref.at[source, part], buffer)
+
+    @pl.when(source >= num_home)
+    def _() -> None:
+      pl.semaphore_wait(landed.at[source - num_home])
+      load(replica_ref.at[source - num_home, part], buffer)
+
+    plgpu.barrier_wait(loaded)
+
+    @pl.loop(begin, end)
+    def _(index: Array) -> None:
+      rank, slot = child(index)
+      plgpu.copy_smem_to_gmem(buffer, plgpu.remote_ref(replica_ref, rank).at[slot, part])
+
+    @pl.when(relayed_end > begin)
+    def _() -> None:
+      plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
+      pl.loop(begin, relayed_end)(announce)
+
+    @pl.when(relayed_end == begin)
+    def _() -> None:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return end
+
+  for each in tiles:
+
+    def send_all(offset: Array, each: Tiles = each) -> None:
+      send_next = functools.partial(send, each=each, offset=offset)
+      lax.while_loop(lambda begin: begin < count, send_next, jnp.int32(0))
+
+    each.each(tiling.worker_index(tuning), tuning.blocks * tuning.workers, send_all)
+
+  plgpu.wait_smem_to_gmem(0)
+
+  @pl.loop(jnp.int32(0), count)
+  def _(index: Array) -> None:
+    @pl.when(index >= copy_field(index, _Fields.RELAYED_END))
+    def _() -> None:
+      announce(index)
+
+  for slot in range(num_slots):
+
+    @pl.when(all_works[worker, _Fields.AWAITED + slot] > 0)
+    def _(slot: int = slot) -> None:
+      pl.semaphore_wait(landed.at[slot])
+
+
+def _check(
+  arrays: Sequence[Array], replica_expert_GS: Array, parent_GS: Array, axis_name: str
+) -> None:
+  num_ranks = lax.axis_size(axis_name)
+  for name, plan in (("replica_expert_GS", replica_expert_GS), ("parent_GS", parent_GS)):
+    if plan.ndim != 2 or plan.shape[0] != num_ranks or plan.shape != replica_expert_GS.shape:
+      raise ValueError(f"{name}: expected shape [{num_ranks}, S], got {plan.shape}")
+    if plan.dtype != jnp.int32:
+      raise TypeError(f"{name}: expected int32, got {plan.dtype}")
+  homes = {array.shape[0] if array.ndim else 0 for array in arrays}
+  if len(homes) > 1 or 0 in homes:
+    raise ValueError(f"arrays: expected one leading size M >= 1, got {sorted(homes)}")
+  support.check_mesh(axis_name)
+  num_sources = sum(homes) + replica_expert_GS.shape[1]
+  if 4 * num_ranks * num_sources * max(replica_expert_GS.size, 1) > jnp.iinfo(jnp.int32).max:
+    raise NotImplementedError(f"replica_expert_GS: too large for int32: {replica_expert_GS.shape}")
+
+
+def _vary_alike(*arrays: Array) -> list[Array]:
+  """Types all arrays as varying over the axes of any; the kernel's outputs take theirs."""
+
+  def varying(array: Array) -> frozenset[str]:
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+  axes = frozenset().union(*map(varying, arrays))
+  missing = [tuple(sorted(axes - varying(array))) for array in arrays]
+  return [
+    lax.pcast(array, m, to="varying") if m else array
+    for array, m in zip(arrays, missing, strict=True)
+  ]

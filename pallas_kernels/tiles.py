@@ -1,0 +1,153 @@
+"""What all transfers between GPUs share: workers, and rows cut into tiles.
+
+A *worker* is one warpgroup with its own tile buffer in shared memory. It moves one tile at a
+time: it loads the tile, stores it wherever it is wanted, and reuses the buffer. Tiles are dealt
+to the workers in turn, so worker w of one rank handles exactly the tiles that worker w of every
+other rank handles, and two such workers can agree about a tile with a semaphore of their own.
+
+A worker never overlaps its own steps; enough workers keep the links busy. This is what makes
+waiting safe: a worker that waits holds nothing back that another one waits for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Array = jax.Array
+
+ALIGNMENT = 16  # bytes: the unit of bulk copies
+BLOCK_AXIS, WORKER_AXIS = "tile_block", "tile_worker"
+_SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
+_SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+  """How many workers move tiles of which size; the same on every rank.
+
+  Attributes:
+    blocks: thread blocks; all of them must fit on a GPU at a time.
+    workers: workers per block.
+    tile_bytes: the most bytes of a tile, a multiple of 128.
+  """
+
+  blocks: int = 132
+  workers: int = 2
+  tile_bytes: int = 16 * 1024
+
+  def __post_init__(self) -> None:
+    for name in ("blocks", "workers", "tile_bytes"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+    if self.tile_bytes % _SHARED_ALIGNMENT:
+      raise ValueError(f"tile_bytes: expected a multiple of 128, got {self.tile_bytes}")
+    if self.workers * self.tile_bytes > _SHARED_BYTES:
+      raise ValueError(
+        f"workers * tile_bytes: expected at most {_SHARED_BYTES}, "
+        f"got {self.workers * self.tile_bytes}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Tiles of one length that follow each other in the rows of one array.
+
+  Attributes:
+    array: which of the arrays.
+    start: where in a row the first tile begins, in elements, as all lengths.
+    length: of a tile.
+    count: of tiles.
+    before: tiles dealt before these; the workers' turns go on from there.
+    dtype: of the array.
+  """
+
+  array: int
+  start: int
+  length: int
+  count: int
+  before: int
+  dtype: jnp.dtype
+
+  def each(self, worker: Array, num_workers: int, visit: Callable[[Array], None]) -> None:
+    """Calls ``visit(offset)`` for the tiles of a worker, in order (inside a kernel)."""
+    first = lax.rem(worker + (-self.before) % num_workers, jnp.int32(num_workers))
+    steps = lax.div(self.count + num_workers - 1 - first, jnp.int32(num_workers))
+
+    @pl.loop(jnp.int32(0), steps)
+    def _(step: Array) -> None:
+      visit(self.start + (first + step * num_workers) * self.length)
+
+
+def worker_index(tuning: Tuning) -> Array:
+  """This worker's index among all of its rank (inside a kernel)."""
+  return lax.axis_index(BLOCK_AXIS) * tuning.workers + lax.axis_index(WORKER_AXIS)
+
+
+def cut(name: str, arrays: Sequence[Array], tuning: Tuning) -> list[Tiles]:
+  """Cuts the rows (all but the leading axis) of arrays into tiles without overlap.
+
+  Raises:
+    NotImplementedError: a dtype that bulk copies cannot move.
+    ValueError: a row is not a multiple of 16 bytes.
+  """
+  dtypes = {array.dtype for array in arrays}
+  most = tuning.tile_bytes // max(len(dtypes), 1) // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
+  tiles: list[Tiles] = []
+  before = 0
+  for index, array in enumerate(arrays):
+    if array.dtype not in _MOVABLE:
+      raise NotImplementedError(f"{name}: expected a dtype of {_MOVABLE}, got {array.dtype}")
+    row, length = math.prod(array.shape[1:]), most // array.dtype.itemsize
+    if row == 0 or row * array.dtype.itemsize % ALIGNMENT:
+      raise ValueError(
+        f"{name}: expected rows of a positive multiple of {ALIGNMENT} bytes, got "
+        f"{row * array.dtype.itemsize} bytes ({array.shape[1:]} of {array.dtype})"
+      )
+    full, rest = divmod(row, length)
+    for start, size, count in ((0, length, full), (full * length, rest, 1)):
+      if size and count:
+        tiles.append(Tiles(index, start, size, count, before, array.dtype))
+        before += count
+  return tiles
+
+
+_MOVABLE = tuple(
+  jnp.dtype(name)
+  for name in (
+    *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
+    *("int8", "uint8", "int16", "uint16", "int32", "uint32"),
+  )
+)
+
+
+def buffers(tiles: Sequence[Tiles], tuning: Tuning) -> list[Any]:
+  """Scratch types for a tile buffer per worker and dtype; see ``buffer``."""
+  return [
+    plgpu.SMEM((tuning.workers, _padded(length, dtype)), dtype)
+    for dtype, length in _buffer_lengths(tiles).items()
+  ]
+
+
+def buffer(tiles: Tiles, all_tiles: Sequence[Tiles], buffer_refs: Sequence[Any]) -> Any:
+  """This worker's buffer for a tile of ``tiles`` (inside a kernel)."""
+  index = list(_buffer_lengths(all_tiles)).index(tiles.dtype)
+  return buffer_refs[index].at[lax.axis_index(WORKER_AXIS), jnp.s_[: tiles.length]]
+
+
+def _buffer_lengths(tiles: Sequence[Tiles]) -> Mapping[jnp.dtype, int]:
+  lengths: dict[jnp.dtype, int] = {}
+  for each in tiles:
+    lengths[each.dtype] = max(lengths.get(each.dtype, 0), each.length)
+  return lengths
+
+
+def _padded(length: int, dtype: jnp.dtype) -> int:
+  unit = _SHARED_ALIGNMENT // dtype.itemsize
+  return -(-length // unit) * unit

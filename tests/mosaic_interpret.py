@@ -1,0 +1,244 @@
+"""Teaches JAX's interpreter of Mosaic GPU kernels remote references and semaphores.
+
+``interpreted()`` is a context in which kernels run on virtual CPU devices: several devices, remote
+copies and signals, races reported. ``install`` patches private parts of JAX; it is written for
+the versions that the project supports and is for tests only.
+"""
+
+import collections
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import callback, config, dispatch
+from jax._src.pallas import core as pallas_core
+from jax._src.pallas import primitives as pallas
+from jax._src.pallas.mosaic.interpret import utils
+from jax._src.pallas.mosaic_gpu import core as gpu
+from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
+from jax._src.pallas.mosaic_gpu.interpret import (
+  gpu_callbacks,
+  interpret_pallas_call,
+  jaxpr_interpret,
+  shared_memory,
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_SIGNALS = (pallas.semaphore_signal_p, gpu_primitives.semaphore_signal_p)
+_WAITS = (pallas.semaphore_wait_p, gpu_primitives.semaphore_wait_p)
+_DEVICE = 1  # where an allocation key, an int array, holds the device
+_REFERENCES = 4  # and how many threads refer to it, which is no part of its identity
+
+_changed = threading.Condition()
+_here = threading.local()
+_patience = [20.0]
+
+
+@contextlib.contextmanager
+def interpreted(patience: float = 20.0) -> Iterator[None]:
+  """Runs kernels interpreted; a wait longer than ``patience`` seconds is an error.
+
+  Raises:
+    AssertionError: on leaving, if a race was found.
+  """
+  install()
+  _patience[0] = patience
+  interpret_pallas_call.reset_gpu_interpret_mode_state()
+  try:
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+      yield
+      jax.effects_barrier()  # until all devices are done
+  except BaseException:
+    dispatch.runtime_tokens.clear()  # else every later computation fails too
+    raise
+  races = interpret_pallas_call.get_races()
+  assert races is None or not races.races_found, "the kernel has a race"
+
+
+@functools.cache
+def install() -> None:
+  """Patches the interpreter, once."""
+  _patch_devices()
+  _patch_remote_references()
+  _patch_semaphores()
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def _patch_devices() -> None:
+  """Devices that run side by side, start together, and read their results when they are done."""
+  memory = shared_memory.GPUSharedMemory
+  # The first device to finish would complain about the barriers of the others,
+  memory.assert_no_barriers_allocated = lambda self: None
+  # and would reset the clocks of all.
+  reset = memory.reset_per_cluster_state
+
+  def reset_once(self: Any) -> None:
+    if self.num_devices == 1 or not hasattr(self, "has_clocks"):
+      reset(self)
+      self.has_clocks = hasattr(self, "clocks")
+
+  memory.reset_per_cluster_state = reset_once
+  update = gpu_callbacks._update_clocks_for_device_barrier
+
+  def start_or_finish(token: Any, device: Any) -> Any:
+    shared = gpu_callbacks._get_shared_memory()
+    token = update(token, device)
+    phases = shared.__dict__.setdefault("device_phases", collections.Counter())
+    phases[device.device_id] += 1
+    if shared.num_devices > 1 and phases[device.device_id] == 1:
+      shared.barrier.wait(timeout=60)
+    elif shared.num_devices > 1 and shared.detect_races:
+      _read_results(shared, device)
+    return token
+
+  gpu_callbacks._update_clocks_for_device_barrier = start_or_finish
+
+
+def _read_results(shared: Any, device: Any) -> None:
+  """An access to all memory of the device: a peer that still uses it races with this."""
+  thread = shared.concurrent_threads(device)[0]
+  clock = shared.incr_clock(thread)
+  for key, allocation in list(shared.mem.items()):
+    here = key.device_id == device.device_id and key.memory_space_id == 0
+    if here and isinstance(allocation, shared_memory.memory.Buffer):
+      access = shared.access(key, ())
+      gpu_callbacks.get_races().check_write(thread, clock.generic_clock, key, access)
+
+
+# --- remote references -----------------------------------------------------------------------
+
+
+def _patch_remote_references() -> None:
+  resolve = jaxpr_interpret.resolve_ref
+
+  def resolve_remote(aval: Any, key: Any, transforms: Any) -> tuple[Any, tuple[Any, ...]]:
+    key, transforms = resolve(aval, key, transforms)
+    for transform in transforms:
+      if isinstance(transform, gpu.PeerMemRef):
+        key = _on_device(key, transform.device_id)
+    return key, tuple(t for t in transforms if not isinstance(t, gpu.PeerMemRef))
+
+  jaxpr_interpret.resolve_ref = resolve_remote
+
+
+def _on_device(key: Any, device_id: Any) -> jax.Array:
+  info = _here.device
+  logical = utils.device_coords_to_logical_id(device_id, info.axis_sizes, info.axis_indices)
+  return jnp.asarray(key).at[_DEVICE].set(logical)
+
+
+# --- semaphores ------------------------------------------------------------------------------
+
+
+def _patch_semaphores() -> None:
+  uninitialized = jaxpr_interpret.get_uninitialized_array
+
+  def zero_semaphores(shape: Sequence[int], dtype: Any, *rest: Any) -> jax.Array:
+    if jnp.issubdtype(dtype, pallas_core.semaphore_dtype):
+      return jnp.zeros(shape, jnp.int32)
+    return uninitialized(shape, dtype, *rest)
+
+  jaxpr_interpret.get_uninitialized_array = zero_semaphores
+  interpret = jaxpr_interpret.JaxprInterpreter.interpret
+
+  def interpret_here(self: Any, jaxpr: Any, token: Any, *args: Any) -> Any:
+    """Disguises semaphore operations as custom code, whose handler carries the token along."""
+    disguised = [
+      eqn.replace(
+        primitive=gpu_primitives.inline_mgpu_p, params={**eqn.params, "is": eqn.primitive}
+      )
+      if eqn.primitive in _SIGNALS + _WAITS
+      else eqn
+      for eqn in jaxpr.eqns
+    ]
+    before, _here.device = getattr(_here, "device", None), self.device_info
+    try:
+      with config._check_vma(False):
+        return interpret(self, jaxpr.replace(eqns=disguised), token, *args)
+    finally:
+      _here.device = before
+
+  jaxpr_interpret.JaxprInterpreter.interpret = interpret_here
+  custom = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
+
+  def semaphore_or_custom(self: Any, eqn: Any, token: Any, values: Any) -> Any:
+    if "is" not in eqn.params:
+      return custom(self, eqn, token, values)
+    tree = eqn.params["args_tree"]
+    args = jax.tree.unflatten(tree, values())
+    aval = jax.tree.unflatten(tree, [v.aval for v in eqn.invars])[0]
+    index = _semaphore_index(args[1], aval.shape)
+    if eqn.params["is"] in _SIGNALS:
+      key, _, amount, device_id, _ = args
+      key = key if device_id is None else _on_device(key, device_id)
+      operate, amounts = _signal, {"amount": amount}
+    else:
+      key, _, amount, decrement = args
+      operate, amounts = _wait, {"amount": amount, "decrement": jnp.asarray(decrement)}
+    shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    place = {"token": token, "thread": self.thread, "key": key, "index": index}
+    return callback.io_callback(operate, shape, **place, **amounts), []
+
+  jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = semaphore_or_custom
+
+
+def _semaphore_index(transforms: Any, shape: Sequence[int]) -> tuple[jax.Array, ...]:
+  """One index per axis; scalar indexers come one after the other or together."""
+  indices: list[Any] = []
+  left = list(range(len(shape)))
+  for transform in transforms or ():
+    chosen = [getattr(i, "start", i) for i in transform.indices]
+    kept = [hasattr(i, "start") for i in transform.indices]
+    indices = indices or [jnp.int32(0)] * len(shape)
+    for axis, value in zip(left, chosen, strict=True):
+      indices[axis] = indices[axis] + jnp.asarray(value, jnp.int32)
+    left = [axis for axis, keep in zip(left, kept, strict=True) if keep]
+  return tuple(indices)
+
+
+def _semaphore(shared: Any, key: Any, index: Any) -> list[Any]:
+  """Value and clock of a semaphore; they come into being at zero."""
+  identity = tuple(int(k) for i, k in enumerate(np.asarray(key)) if i != _REFERENCES)
+  semaphores = shared.__dict__.setdefault("semaphores", collections.defaultdict(lambda: [0, None]))
+  return semaphores[identity + tuple(int(i) for i in index)]
+
+
+@gpu_callbacks.fail_on_exception
+def _signal(*, token: Any, thread: Any, key: Any, index: Any, amount: Any) -> Any:
+  shared = gpu_callbacks._get_shared_memory()
+  clock = shared.incr_clock(thread) if shared.detect_races else None
+  with _changed:
+    semaphore = _semaphore(shared, key, index)
+    semaphore[0] += int(amount)
+    if clock is not None and semaphore[1] is not None:
+      clock.update(semaphore[1])
+    semaphore[1] = clock
+    _changed.notify_all()
+  return token
+
+
+@gpu_callbacks.fail_on_exception
+def _wait(*, token: Any, thread: Any, key: Any, index: Any, amount: Any, decrement: Any) -> Any:
+  shared = gpu_callbacks._get_shared_memory()
+  deadline = time.monotonic() + _patience[0]
+  with _changed:
+    semaphore = _semaphore(shared, key, index)
+    while semaphore[0] < int(amount):
+      shared.check_failed()
+      if time.monotonic() > deadline:
+        raise RuntimeError(f"{thread} waits for ever: {semaphore[0]} of {int(amount)}")
+      _changed.wait(timeout=0.1)
+    semaphore[0] -= int(amount) * bool(decrement)
+    clock = semaphore[1]
+  if shared.detect_races and clock is not None:
+    with shared.lock:
+      shared.clocks[thread].update(clock)
+  return token
