@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ultraep_jax import gating as gating_lib
 from ultraep_jax.config import BalanceConfig, check_int
@@ -47,7 +48,7 @@ def apply_moe(
   gating: GatingConfig,
   config: BalanceConfig,
   activation: Activation,
-  dtype: jnp.dtype | type | None,
+  dtype: DTypeLike | None,
   axis_name: str,
   token_axes: tuple[str, ...] | None,
 ) -> tuple[Array, MoEAux]:
@@ -127,7 +128,7 @@ def init_param(
   key: Array,
   shape: tuple[int, ...],
   kernel_init: Initializer,
-  param_dtype: jnp.dtype | type,
+  param_dtype: DTypeLike,
 ) -> Array:
   """One ``[in, out]`` matrix, or one per expert; the router is float32."""
   dtype = jnp.float32 if name == "router" else param_dtype

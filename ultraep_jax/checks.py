@@ -10,7 +10,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Array, ExpertWeights, Plan
 
 
-def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: type) -> None:
+def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) -> None:
   """Raises unless ``value`` is an array of that kind and shape; letters match any size.
 
   Raises:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
@@ -81,8 +82,8 @@ class MoE(nnx.Module):
     config: BalanceConfig = DEFAULT_CONFIG,
     num_shared_experts: int = 0,
     activation: Activation = jax.nn.silu,
-    dtype: jnp.dtype | type | None = None,
-    param_dtype: jnp.dtype | type = jnp.float32,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
     kernel_init: Initializer = DEFAULT_INIT,
     axis_name: str = "expert",
     token_axes: tuple[str, ...] | None = None,
