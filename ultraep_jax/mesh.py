@@ -41,10 +41,4 @@ def mesh_max(value: Array) -> Array:
   """
   axes = manual_axes()
   # A cast to varying is free; without it pmax refuses values that vary over some axes only.
-  if varying_axes(value) or _checks_varying():
-    value = to_varying(value, axes)
-  return lax.pmax(value, axes)
-
-
-def _checks_varying() -> bool:
-  return bool(jax.typeof(lax.axis_index(manual_axes()[0])).manual_axis_type.varying)
+  return lax.pmax(to_varying(value, axes), axes)

@@ -120,11 +120,10 @@ def layer_cost(
   dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
 ) -> PlanCost:
   """The planner's costs for a layer of these shapes, in rows of expert matmul."""
-  flops_per_row = 2 * sum(leaf.shape[1] * leaf.shape[2] for leaf in weights)
-  copy_bytes = sum(leaf.shape[1] * leaf.shape[2] for leaf in weights) * dtype.itemsize
-  rows_per_second = _MATMUL_RATE / flops_per_row
+  rows_per_second = _MATMUL_RATE / (2 * weights.expert_size)
   copy_rows = config.copy_rows
   if copy_rows is None:
+    copy_bytes = weights.expert_size * dtype.itemsize
     copy_rows = round(copy_bytes / _LINK_RATE * rows_per_second)
   return PlanCost(copy_rows, capacity, min(round(_ROUND_SECONDS * rows_per_second), 1 << 20))
 

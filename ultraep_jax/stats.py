@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.relay import egress_per_rank
 from ultraep_jax.types import Array, ExpertWeights, LayerStats, Plan, Routes
 
 
@@ -36,10 +37,7 @@ def layer_stats(
   before_G = jnp.sum(expert_load_E.reshape(num_ranks, -1), axis=1, dtype=jnp.int32)
   domain = num_ranks if config.domain_size is None else config.domain_size
   domain_load = jnp.sum(before_G.reshape(-1, domain), axis=1, dtype=jnp.int32)
-  copy_bytes = sum(leaf.shape[1] * leaf.shape[2] for leaf in weights) * dtype.itemsize
   replicas = jnp.sum(plan.replica_expert >= 0, dtype=jnp.int32)
-  sent_G = jnp.zeros(num_ranks, jnp.int32)
-  sent_G = sent_G.at[jnp.where(plan.parent < 0, num_ranks, plan.parent)].add(1, mode="drop")
 
   rank = lax.axis_index(axis_name)
   remote = (routes.dest_TK >= 0) & (routes.dest_TK != rank)
@@ -54,8 +52,8 @@ def layer_stats(
     load_after_G=jnp.sum(plan.quota, axis=0, dtype=jnp.int32),
     load_floor=-(-jnp.max(domain_load) // domain),
     replicas=replicas,
-    max_fanout=jnp.max(sent_G),
-    replica_bytes=replicas.astype(jnp.float32) * copy_bytes,
+    max_fanout=jnp.max(egress_per_rank(plan.parent)),
+    replica_bytes=replicas.astype(jnp.float32) * (weights.expert_size * dtype.itemsize),
     remote_assignments=counts[0],
     rounds=rounds,
     masked=counts[1],

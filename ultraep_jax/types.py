@@ -41,6 +41,11 @@ class ExpertWeights(NamedTuple):
   wi_up: Array
   wo: Array
 
+  @property
+  def expert_size(self) -> int:
+    """Values of one expert."""
+    return sum(leaf.shape[1] * leaf.shape[2] for leaf in self)
+
 
 class Plan(NamedTuple):
   """Where replicas live and how many assignments each copy of an expert serves.
