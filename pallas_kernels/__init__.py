@@ -1,6 +1,6 @@
-"""GPU kernels on plain arrays, written in Pallas Mosaic GPU for Hopper and Blackwell.
+"""GPU kernels on plain arrays, written in Pallas Mosaic GPU for Hopper.
 
-They import jax only and know nothing of ``ultraep_jax``, whose layer does not use them yet: it
-runs in plain JAX (``implementation="portable"``). ``replicate`` and ``grouped_matmul`` have the
-signatures of its portable operations on plain arrays, but leave unused rows and slots unwritten.
+They import jax only and know nothing of ``ultraep_jax``, whose operations use them where they run
+(``implementation="mosaic_gpu"``). Each equals the portable form of its operation, bit for bit
+where integers or copies are concerned, but leaves unused rows and slots unwritten.
 """

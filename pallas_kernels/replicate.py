@@ -10,9 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import support
 from pallas_kernels import tiles as tiling
-from pallas_kernels.tiles import Tiles, Tuning
+from pallas_kernels import trees, varying
+from pallas_kernels.tiles import Tiles, Transfer, Tuning
+from pallas_kernels.trees import Trees
 
 Array = jax.Array
 
@@ -57,41 +58,63 @@ def replicate(
     NotImplementedError: a dtype or a mesh that the kernel does not handle.
     ValueError: shapes that do not fit, or rows that are no multiple of 16 bytes.
   """
-  tuning = tuning or Tuning()
+  transfer = replication(
+    arrays, replica_expert_GS, parent_GS, axis_name=axis_name, tuning=tuning or Tuning()
+  )
+  if transfer is None:
+    num_slots = replica_expert_GS.shape[1]
+    return [jnp.zeros((num_slots, *array.shape[1:]), array.dtype) for array in arrays]
+  return transfer.launch()
+
+
+def replication(
+  arrays: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning,
+) -> Transfer | None:
+  """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
+
+  Its result is that of ``replicate``.
+  """
   arrays = list(arrays)
-  _check(arrays, replica_expert_GS, parent_GS, axis_name)
+  trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)
   num_slots = replica_expert_GS.shape[1]
   if not arrays or not num_slots:
-    return [jnp.zeros((num_slots, *array.shape[1:]), array.dtype) for array in arrays]
+    return None
   tiles = tiling.cut("arrays", arrays, tuning)
-  work = _work_list(replica_expert_GS, parent_GS, lax.axis_index(axis_name), arrays[0].shape[0])
-  work, *rows = _vary_alike(work, *[array.reshape(array.shape[0], -1) for array in arrays])
-  kernel = plgpu.kernel(
-    functools.partial(
-      _kernel,
-      tiles=tiles,
-      num_home=arrays[0].shape[0],
-      num_slots=num_slots,
-      axis_name=axis_name,
-      tuning=tuning,
-    ),
+  num_home = arrays[0].shape[0]
+  work = _work_list(replica_expert_GS, parent_GS, lax.axis_index(axis_name), num_home)
+  work, *rows = varying.vary_alike(work, *[array.reshape(num_home, -1) for array in arrays])
+
+  def finish(copies: Sequence[Array]) -> list[Array]:
+    return [
+      copy.reshape(num_slots, *array.shape[1:]) for copy, array in zip(copies, arrays, strict=True)
+    ]
+
+  return Transfer(
+    operands=[work, *rows],
     out_type=[jax.typeof(row).update(shape=(num_slots, row.shape[1])) for row in rows],
-    grid=(tuning.blocks,),
-    grid_names=(tiling.BLOCK_AXIS,),
-    num_threads=tuning.workers,
-    thread_name=tiling.WORKER_AXIS,
     scratch_types=[
       plgpu.SMEM((tuning.workers, work.size), jnp.int32),
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
-      *tiling.buffers(tiles, tuning),
     ],
-    kernel_name="replicate",
+    buffers=tiling.buffers(tiles, tuning),
+    body=functools.partial(
+      _kernel,
+      tiles=tiles,
+      num_home=num_home,
+      num_slots=num_slots,
+      axis_name=axis_name,
+      tuning=tuning,
+    ),
+    finish=finish,
+    tuning=tuning,
+    name="replicate",
   )
-  copies = kernel(work, *rows)
-  return [
-    copy.reshape(num_slots, *array.shape[1:]) for copy, array in zip(copies, arrays, strict=True)
-  ]
 
 
 class _Fields:
@@ -118,55 +141,42 @@ def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home
   """
   num_ranks, num_slots = replica_expert_GS.shape
   size, num_sources = num_ranks * num_slots, num_home + num_slots
-  expert_N, parent_N = replica_expert_GS.reshape(-1), parent_GS.reshape(-1)
+  tree = Trees.of(replica_expert_GS, parent_GS)
+  expert_N, parent_N, forwards_N = tree.expert_N, tree.parent_N, tree.forwards_N
   slot_N = jnp.arange(size, dtype=jnp.int32)
-  filled_N = expert_N >= 0
-  feeds_NN = (expert_N[:, None] == expert_N[None, :]) & filled_N[None, :]
-  feeds_NN &= (slot_N // num_slots)[:, None] == parent_N[None, :]
-  forwards_N = jnp.any(feeds_NN, axis=1)
-  feeder_N = jnp.max(jnp.where(feeds_NN, slot_N[:, None], -1), axis=0)
-  home_N = expert_N - rank * num_home
-  source_N = jnp.where(feeder_N < 0, home_N, num_home + feeder_N % num_slots)
+  source_N = tree.source(rank, num_home, num_slots)
   siblings_NN = (expert_N[:, None] == expert_N[None, :]) & (parent_N[:, None] == parent_N[None, :])
   relayed_N = jnp.any(siblings_NN & forwards_N[None, :], axis=1)
-  group_N = 2 * _depth(feeder_N, num_ranks) + (~relayed_N).astype(jnp.int32)
+  group_N = 2 * tree.depth_N + (~relayed_N).astype(jnp.int32)
   group_N = group_N * num_sources + source_N
   key_N = (2 * group_N + (~forwards_N).astype(jnp.int32)) * size + slot_N
-  mine_N = filled_N & (parent_N == rank)
+  mine_N = tree.filled_N & (parent_N == rank)
   key_N = jnp.sort(jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max))
   half_N = key_N // size
   group_N = half_N // 2
   end_N = jnp.sum(group_N[None, :] <= group_N[:, None], axis=1, dtype=jnp.int32)
   relayed_end_N = jnp.sum(half_N[None, :] <= 2 * group_N[:, None], axis=1, dtype=jnp.int32)
   copies_N4 = jnp.stack([key_N % size, group_N % num_sources, relayed_end_N, end_N], axis=1)
-  awaited_S = (filled_N & ~forwards_N).reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
+  awaited_S = (tree.filled_N & ~forwards_N).reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
   count = jnp.sum(mine_N, dtype=jnp.int32)
   work = jnp.concatenate([count[None], awaited_S, copies_N4.reshape(-1)])
   return jnp.pad(work, (0, -work.size % 32))
 
 
-def _depth(feeder_N: Array, num_ranks: int) -> Array:
-  """Links from each slot to the first of its tree, by pointer doubling."""
-  size = feeder_N.size
-  feeder = jnp.append(jnp.where(feeder_N < 0, size, feeder_N), jnp.int32(size))
-  links = (feeder < size).astype(jnp.int32)
-  for _ in range((num_ranks - 1).bit_length()):
-    links, feeder = links + links[feeder], feeder[feeder]
-  return links[:size]
-
-
 def _kernel(
-  work_ref: Any,
-  *refs: Any,
+  operand_refs: Sequence[Any],
+  replica_refs: Sequence[Any],
+  scratch_refs: Sequence[Any],
+  buffer_refs: Sequence[Any],
+  *,
   tiles: Sequence[Tiles],
   num_home: int,
   num_slots: int,
   axis_name: str,
   tuning: Tuning,
 ) -> None:
-  num_arrays = tiles[-1].array + 1
-  home_refs, replica_refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays]
-  all_works, all_loaded, all_landed, *buffer_refs = refs[2 * num_arrays :]
+  work_ref, *home_refs = operand_refs
+  all_works, all_loaded, all_landed = scratch_refs
   worker = lax.axis_index(tiling.WORKER_AXIS)
   loaded, landed = all_loaded.at[worker], all_landed.at[worker]
 
@@ -243,35 +253,3 @@ def _kernel(
     @pl.when(all_works[worker, _Fields.AWAITED + slot] > 0)
     def _(slot: int = slot) -> None:
       pl.semaphore_wait(landed.at[slot])
-
-
-def _check(
-  arrays: Sequence[Array], replica_expert_GS: Array, parent_GS: Array, axis_name: str
-) -> None:
-  num_ranks = lax.axis_size(axis_name)
-  for name, plan in (("replica_expert_GS", replica_expert_GS), ("parent_GS", parent_GS)):
-    if plan.ndim != 2 or plan.shape[0] != num_ranks or plan.shape != replica_expert_GS.shape:
-      raise ValueError(f"{name}: expected shape [{num_ranks}, S], got {plan.shape}")
-    if plan.dtype != jnp.int32:
-      raise TypeError(f"{name}: expected int32, got {plan.dtype}")
-  homes = {array.shape[0] if array.ndim else 0 for array in arrays}
-  if len(homes) > 1 or 0 in homes:
-    raise ValueError(f"arrays: expected one leading size M >= 1, got {sorted(homes)}")
-  support.check_mesh(axis_name)
-  num_sources = sum(homes) + replica_expert_GS.shape[1]
-  if 4 * num_ranks * num_sources * max(replica_expert_GS.size, 1) > jnp.iinfo(jnp.int32).max:
-    raise NotImplementedError(f"replica_expert_GS: too large for int32: {replica_expert_GS.shape}")
-
-
-def _vary_alike(*arrays: Array) -> list[Array]:
-  """Types all arrays as varying over the axes of any; the kernel's outputs take theirs."""
-
-  def varying(array: Array) -> frozenset[str]:
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
-
-  axes = frozenset().union(*map(varying, arrays))
-  missing = [tuple(sorted(axes - varying(array))) for array in arrays]
-  return [
-    lax.pcast(array, m, to="varying") if m else array
-    for array, m in zip(arrays, missing, strict=True)
-  ]

@@ -23,9 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Array = jax.Array
 
 ALIGNMENT = 16  # bytes: the unit of bulk copies
-BLOCK_AXIS, WORKER_AXIS = "tile_block", "tile_worker"
+BLOCK_AXIS, WORKER_AXIS = "block", "warpgroup"  # of every kernel that a transfer can ride in
 _SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
-_SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
+SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Tuning:
         raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
     if self.tile_bytes % _SHARED_ALIGNMENT:
       raise ValueError(f"tile_bytes: expected a multiple of 128, got {self.tile_bytes}")
-    if self.workers * self.tile_bytes > _SHARED_BYTES:
+    if self.workers * self.tile_bytes > SHARED_BYTES:
       raise ValueError(
-        f"workers * tile_bytes: expected at most {_SHARED_BYTES}, "
+        f"workers * tile_bytes: expected at most {SHARED_BYTES}, "
         f"got {self.workers * self.tile_bytes}"
       )
 
@@ -83,6 +83,16 @@ class Tiles:
     @pl.loop(jnp.int32(0), steps)
     def _(step: Array) -> None:
       visit(self.start + (first + step * num_workers) * self.length)
+
+  def step(self, offset: Array, num_workers: int) -> Array:
+    """How many tiles a worker handles before the one at ``offset``, over all ``Tiles``."""
+    return lax.div(self.before + lax.div(offset - self.start, self.length), num_workers)
+
+
+def count(tiles: Sequence[Tiles], worker: Array, num_workers: int) -> Array:
+  """How many tiles a worker handles in all."""
+  num_tiles = tiles[-1].before + tiles[-1].count
+  return lax.div(num_tiles + num_workers - 1 - worker, num_workers)
 
 
 def worker_index(tuning: Tuning) -> Array:
@@ -151,3 +161,59 @@ def _buffer_lengths(tiles: Sequence[Tiles]) -> Mapping[jnp.dtype, int]:
 def _padded(length: int, dtype: jnp.dtype) -> int:
   unit = _SHARED_ALIGNMENT // dtype.itemsize
   return -(-length // unit) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+  """A transfer that is not launched yet: alone, or in the first blocks of another kernel.
+
+  In another kernel it takes a few SMs for as long as it lasts, and the links are busy while the
+  rest of the GPU computes. XLA runs kernels one after the other, so this is how they overlap.
+
+  Attributes:
+    operands: arrays and mutable references.
+    out_type: of the results.
+    scratch_types: barriers, semaphores and small shared memory.
+    buffers: shared memory that it may share with what runs in other blocks.
+    body: called with references to operands, results, scratch and buffers.
+    finish: from the kernel's results to what the caller wants.
+    tuning: its blocks and workers.
+    name: of the kernel, when alone.
+  """
+
+  operands: Sequence[Any]
+  out_type: Sequence[Any]
+  scratch_types: Sequence[Any]
+  buffers: Sequence[Any]
+  body: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], None]
+  finish: Callable[[Sequence[Array]], Any]
+  tuning: Tuning
+  name: str
+
+  def launch(self) -> Any:
+    """Runs it in a kernel of its own."""
+    counts = [len(part) for part in (self.operands, self.out_type, self.scratch_types)]
+
+    def body(*refs: Any) -> None:
+      self.body(*split(refs, counts))
+
+    kernel = plgpu.kernel(
+      body,
+      out_type=list(self.out_type),
+      grid=(self.tuning.blocks,),
+      grid_names=(BLOCK_AXIS,),
+      num_threads=self.tuning.workers,
+      thread_name=WORKER_AXIS,
+      scratch_types=[*self.scratch_types, *self.buffers],
+      kernel_name=self.name,
+    )
+    return self.finish(kernel(*self.operands))
+
+
+def split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+  """Parts of so many, and the rest."""
+  parts, start = [], 0
+  for count in counts:
+    parts.append(refs[start : start + count])
+    start += count
+  return [*parts, refs[start:]]

@@ -3,6 +3,9 @@
 ``interpreted()`` is a context in which kernels run on virtual CPU devices: several devices, remote
 copies and signals, races reported. ``install`` patches private parts of JAX; it is written for
 the versions that the project supports and is for tests only.
+
+Every warpgroup occupies a host thread while it waits, and XLA has as many as host devices (at least
+as many as cores): fewer than warpgroups at work, and they may all wait for a thread.
 """
 
 import collections
@@ -170,6 +173,9 @@ def _patch_semaphores() -> None:
   custom = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
 
   def semaphore_or_custom(self: Any, eqn: Any, token: Any, values: Any) -> Any:
+    function = eqn.params.get("mgpu_fn")
+    if hasattr(function, "twin"):
+      return _call_twin(self, eqn, token, values)
     if "is" not in eqn.params:
       return custom(self, eqn, token, values)
     tree = eqn.params["args_tree"]
@@ -188,6 +194,42 @@ def _patch_semaphores() -> None:
     return callback.io_callback(operate, shape, **place, **amounts), []
 
   jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = semaphore_or_custom
+
+
+def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
+  """Code that brings the same function of whole arrays; a reference is read whole.
+
+  With ``twin = None`` it stores values at indices where a mask is not 0.
+  """
+  args = values()[: eqn.params["pytree_args"].num_leaves]
+  twin = eqn.params["mgpu_fn"].twin
+  for place, var in enumerate(eqn.invars[: len(args)]):
+    if hasattr(var.aval, "inner_aval"):
+      args[place], transforms = jaxpr_interpret.resolve_ref(var.aval, args[place], ())
+      if twin is not None:
+        token, args[place] = gpu_callbacks.call_get(
+          token=token,
+          result_shape_and_dtype=var.aval.inner_aval,
+          mesh_location=self.mesh_location,
+          thread=self.thread,
+          allocation_key_as_array=args[place],
+          transforms=transforms,
+          source_info=eqn.source_info,
+        )
+  if twin is None:
+    shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    return callback.io_callback(_store_at, shape, token, *args), []
+  return token, [twin(*args)]
+
+
+@gpu_callbacks.fail_on_exception
+def _store_at(token: Any, key: Any, index: Any, value: Any, mask: Any) -> Any:
+  shared = gpu_callbacks._get_shared_memory()
+  content = shared.mem[gpu_callbacks.HostAllocationKey.from_array(key)].content
+  chosen = np.asarray(mask) != 0
+  with shared.lock:
+    content[np.asarray(index)[chosen]] = np.asarray(value)[chosen]
+  return token
 
 
 def _semaphore_index(transforms: Any, shape: Sequence[int]) -> tuple[jax.Array, ...]:

@@ -1,7 +1,6 @@
 """The replication kernel: lowering for GPUs, runs on virtual devices, and its work lists."""
 
 import functools
-import itertools
 import re
 
 import jax
@@ -12,21 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
+from placements import CROSSING, PLANS, placements
 
 from pallas_kernels import support, tiles
 from pallas_kernels.replicate import _Fields, _work_list, replicate
 from pallas_kernels.tiles import Tuning
 
 RANKS, HOME = 4, 2
-
-# Placement and senders, for four ranks with two home experts each.
-PLANS = {
-  "empty": ([[-1, -1]] * 4, [[-1, -1]] * 4),
-  "star": ([[-1, -1], [0, -1], [-1, 0], [0, -1]], [[-1, -1], [0, -1], [-1, 0], [0, -1]]),
-  "chain": ([[-1, -1], [-1, 1], [1, -1], [-1, 1]], [[-1, -1], [-1, 0], [1, -1], [-1, 2]]),
-  "crossed": ([[2, 4], [6, 0], [0, 2], [2, 0]], [[1, 2], [3, 0], [1, 0], [0, 2]]),
-  "opposite": ([[-1, -1], [0, 1], [1, 0], [0, 1]], [[-1, -1], [2, 0], [1, 0], [1, 2]]),
-}
 
 
 def mesh(*sizes_and_names):
@@ -143,26 +134,6 @@ def test_no_slots_and_no_arrays_need_no_kernel():
 # --- work lists ------------------------------------------------------------------------------
 
 
-@st.composite
-def placements(draw):
-  """Legal placements with random trees: ``(M, replica_expert_GS, parent_GS)``."""
-  ranks, home = draw(st.integers(2, 6)), draw(st.integers(1, 3))
-  slots = draw(st.integers(1, 3))
-  replica_GS = np.full((ranks, slots), -1, np.int32)
-  parent_GS = np.full((ranks, slots), -1, np.int32)
-  for rank, slot in itertools.product(range(ranks), range(slots)):
-    own = range(rank * home, (rank + 1) * home)
-    taken = {*own, *replica_GS[rank].tolist()} - {-1}
-    choices = [e for e in range(ranks * home) if e not in taken]
-    replica_GS[rank, slot] = draw(st.sampled_from([-1, *choices[:2], *choices]))
-  for expert in range(ranks * home):
-    members = [expert // home]
-    for rank, slot in draw(st.permutations(np.argwhere(replica_GS == expert).tolist())):
-      parent_GS[rank, slot] = draw(st.sampled_from([members[-1], *members]))
-      members.append(rank)
-  return home, replica_GS, parent_GS
-
-
 @functools.partial(jax.jit, static_argnums=3)
 def jitted_work_list(replica_GS, parent_GS, rank, home):
   return _work_list(replica_GS, parent_GS, rank, home)
@@ -178,14 +149,6 @@ def decoded(work, slots):
     sources.append((source, copies[: relayed_end - index], copies[relayed_end - index :]))
     index = end
   return np.flatnonzero(work[_Fields.AWAITED :][:slots]).tolist(), sources
-
-
-# Ranks 1 and 2 wait for each other's second slot if they serve their slots in order.
-CROSSING = (
-  2,
-  np.array([[-1, -1], [0, 1], [1, 0], [0, 1], [0, 1]], np.int32),
-  np.array([[-1, -1], [2, 0], [1, 0], [1, 2], [3, 3]], np.int32),
-)
 
 
 @settings(max_examples=60)
@@ -332,12 +295,13 @@ class Device:
   ("devices", "version", "reason"),
   [
     ([Device(), Device()], (0, 11, 2), None),
-    ([Device(compute_capability="10.0")], (0, 12, 1), None),
+    ([Device()], (0, 12, 1), None),
     ([Device()], (0, 11, 1), "need jax >= 0.11.2"),
     ([Device()], (0, 13, 0), "need jax >= 0.11.2"),
     ([Device("cpu")], (0, 11, 2), r"need NVIDIA GPUs, these are \['a cpu'\]"),
-    ([Device(compute_capability="8.0")], (0, 11, 2), "need Hopper or Blackwell"),
-    ([Device(compute_capability="gfx942")], (0, 11, 2), "need Hopper or Blackwell"),
+    ([Device(compute_capability="8.0")], (0, 11, 2), "need Hopper"),
+    ([Device(compute_capability="10.0")], (0, 11, 2), "need Hopper"),
+    ([Device(compute_capability="gfx942")], (0, 11, 2), "need Hopper"),
     ([Device(), Device(process_index=1)], (0, 11, 2), "need one process"),
   ],
 )

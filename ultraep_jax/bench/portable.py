@@ -1,6 +1,6 @@
 """Measures the portable operations beside the alternatives that JAX offers.
 
-Run on every GPU of a host: ``python -m ultraep_jax.bench.portable``. Each line is the median of
+Run on every GPU of a host: ``python -m ultraep_jax bench portable``. Each line is the median of
 several runs of many calls chained inside one jit, so that neither launches nor the host count.
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import exchange, experts, replicate, route, testing
+from ultraep_jax import block_exchange, experts, replicate, route, testing, tile_matmul
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.load import expert_load
 from ultraep_jax.moe import moe
@@ -59,8 +59,13 @@ Run = tuple[Callable[..., Array], tuple[Array, ...]]
 Case = tuple[str, Run, float, str]
 
 
-def timed(run: Run, mesh: jax.sharding.Mesh, calls: int, repeats: int) -> float:
-  """Median seconds of one call of ``function(first, *rest) -> like first`` on every rank."""
+def timed(
+  run: Run, mesh: jax.sharding.Mesh, calls: int, repeats: int, donate: bool = False
+) -> float:
+  """Median seconds of one call of ``function(first, *rest) -> like first`` on every rank.
+
+  ``donate`` gives up ``first``, which the calls may then update in place.
+  """
   function, args = run
 
   def chain(*args: Array) -> Array:
@@ -71,14 +76,16 @@ def timed(run: Run, mesh: jax.sharding.Mesh, calls: int, repeats: int) -> float:
 
   spec = P(AXIS)
   sharded_chain = jax.jit(
-    jax.shard_map(chain, mesh=mesh, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False)
+    jax.shard_map(chain, mesh=mesh, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False),
+    donate_argnums=0 if donate else (),
   )
-  args = jax.device_put(args, NamedSharding(mesh, spec))
-  jax.block_until_ready(sharded_chain(*args))
+  first, *rest = jax.device_put(args, NamedSharding(mesh, spec))
+  answer = jax.block_until_ready(sharded_chain(first, *rest))
   seconds = []
   for _ in range(repeats):
+    first = answer if donate else first
     start = time.perf_counter()
-    jax.block_until_ready(sharded_chain(*args))
+    answer = jax.block_until_ready(sharded_chain(first, *rest))
     seconds.append((time.perf_counter() - start) / calls)
   return float(np.median(seconds))
 
@@ -130,30 +137,27 @@ def exchange_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
     plan = Plan(empty, home_quota(load_GE), empty)
     return route.route_tokens(index_TK, load_GE, plan, lax.axis_index(AXIS), config)
 
-  def crossing_of(index_TK: Array) -> tuple[exchange.Crossing, Array]:
-    crossing = exchange.cross(routes_of(index_TK), 0, capacity, AXIS)
-    return crossing, exchange.announce_rows(crossing)
+  def crossing_of(index_TK: Array) -> block_exchange.BlockCrossing:
+    return block_exchange.cross(routes_of(index_TK), 0, capacity, AXIS)
 
   def lists_only(x_TD: Array, index_TK: Array) -> Array:
-    crossing, row_AK = crossing_of(index_TK)
-    anything = jnp.sum(row_AK) + jnp.sum(crossing.position_TK)
+    crossing = crossing_of(index_TK)
+    anything = jnp.sum(crossing.row_AK) + jnp.sum(crossing.position_TK)
     return x_TD * (1 + 0 * anything).astype(x_TD.dtype)
 
   def there(x_TD: Array, index_TK: Array) -> Array:
-    crossing, row_AK = crossing_of(index_TK)
-    return exchange.dispatch(x_TD, crossing, row_AK)[: x_TD.shape[0]]
+    return crossing_of(index_TK).dispatch(x_TD)[: x_TD.shape[0]]
 
   def and_back(x_TD: Array, index_TK: Array) -> Array:
-    crossing, row_AK = crossing_of(index_TK)
-    rows_CD = exchange.dispatch(x_TD, crossing, row_AK)
-    gate_C = jnp.full(capacity, 1 / top_k, jnp.float32)
-    return exchange.combine(rows_CD, gate_C, crossing, row_AK)
+    crossing = crossing_of(index_TK)
+    rows_CD = crossing.dispatch(x_TD)
+    return crossing.combine(rows_CD, jnp.full(capacity, 1 / top_k, jnp.float32))
 
   def gather_all(x_TD: Array, index_TK: Array) -> Array:
     """Every token to every rank; each picks what it needs."""
-    _, row_AK = crossing_of(index_TK)
+    row_AK = crossing_of(index_TK).row_AK
     x_AD = lax.all_gather(x_TD, AXIS, tiled=True)
-    source_C = exchange._feeding(row_AK, capacity)
+    source_C = block_exchange._feeding(row_AK, capacity)
     return x_AD[source_C // top_k % x_AD.shape[0]][: x_TD.shape[0]]
 
   def one_row_an_assignment(x_TD: Array, index_TK: Array) -> Array:
@@ -195,14 +199,15 @@ def replicate_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   config = BalanceConfig(replica_slots=slots, objective="balance")
   plan = plan_quotas(jnp.asarray(load_GE, jnp.int32), config)
   placement = jnp.asarray(np.asarray(plan.replica_expert))
+  parents = jnp.asarray(np.asarray(plan.parent))
   x = jnp.ones((ranks * home, 3 * width, inner), jnp.bfloat16)
 
   def ring(home_MX: Array) -> Array:
-    copies = replicate.replicate(home_MX, placement, axis_name=AXIS)
+    copies = replicate.replicate(home_MX, placement, parents, axis_name=AXIS)
     return home_MX.at[:slots].set(copies)
 
   def reduce(home_MX: Array) -> Array:
-    return replicate.reduce_replicas(home_MX[:slots], home_MX, placement, axis_name=AXIS)
+    return replicate.reduce_replicas(home_MX[:slots], home_MX, placement, parents, axis_name=AXIS)
 
   def slot_by_slot(home_MX: Array) -> Array:
     """``all_to_all`` of one expert per pair of ranks and slot, wanted or not."""
@@ -255,11 +260,11 @@ def experts_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   def with_tiles(function: Callable[..., Array], rows_per_tile: int) -> Callable[..., Array]:
     @functools.wraps(function)
     def run(*args: Array) -> Array:
-      chosen, experts._tile_rows = experts._tile_rows, lambda *_: rows_per_tile
+      chosen, tile_matmul.tile_rows = tile_matmul.tile_rows, lambda *_: rows_per_tile
       try:
         return function(*args)
       finally:
-        experts._tile_rows = chosen
+        tile_matmul.tile_rows = chosen
 
     return run
 

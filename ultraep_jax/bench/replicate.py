@@ -1,15 +1,12 @@
 """Checks and times the replication kernel beside the portable operation.
 
-Run on every GPU of a host: ``python -m ultraep_jax.bench.replicate``. Checks compare random
+Run on every GPU of a host: ``python -m ultraep_jax bench replicate``. Checks compare random
 experts bit for bit over random legal plans. Times are of many calls chained inside one jit; each
 line is the median of several runs and names the copies that the busiest rank sends or receives.
 """
 
 import argparse
 import functools
-import itertools
-import pathlib
-import tempfile
 from collections.abc import Callable
 
 import jax
@@ -22,18 +19,18 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.replicate import replicate
 from pallas_kernels.tiles import Tuning
 from ultraep_jax import replicate as portable
-from ultraep_jax import testing
 from ultraep_jax.bench.portable import AXIS, timed
-from ultraep_jax.config import BalanceConfig
-from ultraep_jax.plan import plan_quotas
-from ultraep_jax.relay import egress_per_rank
+from ultraep_jax.bench.transfers import (
+  Placement,
+  busiest,
+  device_times,
+  random_placement,
+  stacked,
+  time_cases,
+)
 from ultraep_jax.types import Array
 
-Placement = tuple[np.ndarray, np.ndarray]  # replica_expert_GS, parent_GS
-
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
-_PROFILED = 10  # calls in a trace
-RATIOS = (1.5, 2.0, 2.5, 3.0)
 
 
 def main() -> None:
@@ -65,46 +62,7 @@ Operation = Callable[[list[Array], Array, Array], list[Array]]
 
 
 def ring(arrays: list[Array], replica_expert_GS: Array, parent_GS: Array) -> list[Array]:
-  del parent_GS
-  return portable.replicate(arrays, replica_expert_GS, axis_name=AXIS)
-
-
-# --- plans -----------------------------------------------------------------------------------
-
-
-def random_placement(rng: np.random.Generator, ranks: int, home: int, slots: int) -> Placement:
-  """Any legal placement and trees of any depth, with a few hot experts."""
-  weight_E = rng.random(ranks * home) ** rng.integers(1, 9)
-  replica_GS = np.full((ranks, slots), -1, np.int32)
-  for rank, slot in itertools.product(range(ranks), range(slots)):
-    own_E = np.arange(ranks * home) // home == rank
-    choice = rng.choice(np.flatnonzero(~own_E), p=weight_E[~own_E] / weight_E[~own_E].sum())
-    if rng.random() < 0.8 and choice not in replica_GS[rank]:
-      replica_GS[rank, slot] = choice
-  parent_GS = np.full_like(replica_GS, -1)
-  for expert in range(ranks * home):
-    members, relay = [expert // home], rng.random()
-    for rank, slot in rng.permutation(np.argwhere(replica_GS == expert)):
-      parent_GS[rank, slot] = rng.choice(members) if rng.random() < relay else members[-1]
-      members.append(rank)
-  return replica_GS, parent_GS
-
-
-def time_cases(ranks: int) -> dict[str, Placement]:
-  """Plans for skewed loads of 16 experts a rank, and one expert to all ranks, two ways."""
-  cases: dict[str, Placement] = {"empty": (np.full((ranks, 2), -1), np.full((ranks, 2), -1))}
-  config = BalanceConfig(objective="balance")
-  for ratio in (r for r in RATIOS if r < ranks):
-    load_GE = testing.zipf_loads(0, 16 * ranks, ranks, 8192, 8, ratio, shuffle=False)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-      plan = plan_quotas(jnp.asarray(load_GE), config)
-    cases[f"ratio {ratio}"] = (np.asarray(plan.replica_expert), np.asarray(plan.parent))
-  for name, parents in (("direct", [0] * (ranks - 1)), ("chain", range(ranks - 1))):
-    replica_GS, parent_GS = np.full((2, ranks, 2), -1)
-    replica_GS[1:, 0] = 0
-    parent_GS[1:, 0] = parents
-    cases[f"one to all, {name}"] = (replica_GS, parent_GS)
-  return cases
+  return portable.replicate(arrays, replica_expert_GS, parent_GS, axis_name=AXIS)
 
 
 # --- checks ----------------------------------------------------------------------------------
@@ -176,50 +134,16 @@ def report(
     return plan_2GS + (bits.astype(jnp.int32) >> 20)  # a zero that the compiler cannot see
 
   for name, placement in cases.items():
-    stacked = jnp.tile(jnp.asarray(np.stack(placement), jnp.int32), (mesh.size, 1, 1))
-    seconds = timed((once, (stacked, *arrays)), mesh, calls, repeats)
-    device = device_times(once, (stacked, *arrays), mesh)
-    sent = int(jnp.max(egress_per_rank(jnp.asarray(placement[1]))))
-    copies = max(sent, int((placement[0] >= 0).sum(axis=1).max()))
+    plan_2GS = stacked(placement, mesh)
+    seconds = timed((once, (plan_2GS, *arrays)), mesh, calls, repeats)
+    device = device_times("replicate", once, (plan_2GS, *arrays), mesh)
+    copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
     print(
       f"{label:16} {name:19} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
       f" {rate:7.1f} GB/s; {device}",
       flush=True,
     )
-
-
-def device_times(
-  function: Callable[..., Array], args: tuple[Array, ...], mesh: jax.sharding.Mesh
-) -> str:
-  """Microseconds on the device: the kernel, and all of a call."""
-  spec = P(AXIS)
-  call = jax.jit(
-    jax.shard_map(
-      function, mesh=mesh, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False
-    )
-  )
-  first, *rest = jax.device_put(args, NamedSharding(mesh, spec))
-  first = jax.block_until_ready(call(first, *rest))
-  with tempfile.TemporaryDirectory() as folder:
-    with jax.profiler.trace(folder):
-      for _ in range(_PROFILED):
-        first = jax.block_until_ready(call(first, *rest))
-    (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-    profile = jax.profiler.ProfileData.from_file(str(path))
-  kernel, span = [], []
-  for plane in profile.planes:
-    if plane.name.startswith("/device:GPU"):
-      lines = [line.events for line in plane.lines if line.name.startswith("Stream")]
-      events = sorted(itertools.chain(*lines), key=lambda event: event.start_ns)
-      kernel += [e.duration_ns for e in events if e.name.startswith("replicate")]
-      for call in np.array_split(np.array(events, object), _PROFILED):
-        span.append(call[-1].start_ns + call[-1].duration_ns - call[0].start_ns)
-  return f"device: kernel {_micro(kernel)}, call {_micro(span)} us"
-
-
-def _micro(nanoseconds: list[float]) -> str:
-  return f"{np.median(nanoseconds) / 1e3:.1f}" if nanoseconds else "-"
 
 
 if __name__ == "__main__":

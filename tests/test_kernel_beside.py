@@ -1,0 +1,137 @@
+"""Transfers in the first blocks of a matmul's kernel: both do what they do alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assignments import mesh
+from grouped_rows import interpreted
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import matmul_pipeline
+from pallas_kernels.grouped_matmul import grouped_matmul_sum, sum_beside
+from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad, wgrad_beside
+from pallas_kernels.reduce_replicas import reduction
+from pallas_kernels.replicate import replication
+from pallas_kernels.tiles import Tuning
+
+RANKS, HOME, SLOTS = 2, 1, 1
+REPLICA = jnp.array([[-1], [0]], jnp.int32)
+PARENT = jnp.array([[-1], [0]], jnp.int32)
+
+
+def wgrad_and_copies(tuning, plan, rows, grad, sizes, weights):
+  copying = replication([weights], *plan, axis_name="expert", tuning=tuning)
+  return wgrad_beside(copying, rows, grad, sizes, weights.shape[0])
+
+
+def sum_and_reduction(tuning, plan, rows, grads, homes, replicas, sizes):
+  reducing = reduction([grads[1]], [grads[0]], *plan, axis_name="expert", tuning=tuning)
+  return sum_beside(reducing, rows, homes, replicas, sizes, transpose_rhs=True)
+
+
+def on_ranks(function, tuning, plan, ranks=RANKS, check_vma=True):
+  return jax.jit(
+    jax.shard_map(
+      lambda *args: function(tuning, plan, *args),
+      mesh=mesh((ranks, "expert")),
+      in_specs=P("expert"),
+      out_specs=P("expert"),
+      check_vma=check_vma,
+    )
+  )
+
+
+def normal(rng, *shape, dtype=jnp.bfloat16):
+  return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+  monkeypatch.setattr(matmul_pipeline, "_BLOCKS_BESIDE", 1)
+
+
+@pytest.mark.slow
+def test_copies_arrive_beside_the_weight_gradient(few_blocks):
+  rng = np.random.default_rng(0)
+  rows, grad = normal(rng, RANKS * 256, 128), normal(rng, RANKS * 256, 128)
+  weights = normal(rng, RANKS * HOME, 96)
+  sizes = jnp.array([100, 60, 0, 200], jnp.int32)
+  tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
+  with interpreted(races=True):
+    got = on_ranks(wgrad_and_copies, tuning, (REPLICA, PARENT))(rows, grad, sizes, weights)
+    (home, replica), (copies,) = jax.block_until_ready(got)
+  np.testing.assert_array_equal(copies[1], weights[0])
+  for rank in range(RANKS):
+    part = slice(256 * rank, 256 * rank + 256)
+    with interpreted():
+      alone = grouped_matmul_wgrad(rows[part], grad[part], sizes[2 * rank : 2 * rank + 2], HOME)
+      alone = jax.block_until_ready(alone)
+    np.testing.assert_array_equal(home[rank], alone[0][0])
+    np.testing.assert_array_equal(replica[rank], alone[1][0])
+
+
+@pytest.mark.slow
+def test_gradients_go_home_beside_the_last_matmul(few_blocks):
+  rng = np.random.default_rng(0)
+  rows = [normal(rng, RANKS * 256, 64) for _ in range(2)]
+  homes = [normal(rng, RANKS * HOME, 128, 64) for _ in range(2)]
+  replicas = [normal(rng, RANKS * SLOTS, 128, 64) for _ in range(2)]
+  grads = [jnp.asarray(rng.integers(-9, 9, size=(RANKS, 96)), jnp.float32) for _ in range(2)]
+  sizes = jnp.array([128, 64, 0, 192], jnp.int32)  # no row is stored twice
+  tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
+  with interpreted(races=True):
+    run = on_ranks(sum_and_reduction, tuning, (REPLICA, PARENT))
+    out, (sums,) = jax.block_until_ready(run(rows, grads, homes, replicas, sizes))
+  np.testing.assert_array_equal(sums, np.stack([grads[0][0] + grads[1][1], grads[0][1]]))
+  for rank in range(RANKS):
+    part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
+    used = int(sizes[2 * rank : 2 * rank + 2].sum())
+    with interpreted():
+      alone = grouped_matmul_sum(
+        [x[part] for x in rows],
+        [x[mine] for x in homes],
+        [x[mine] for x in replicas],
+        sizes[2 * rank : 2 * rank + 2],
+        transpose_rhs=True,
+      )
+      alone = np.asarray(jax.block_until_ready(alone), np.float32)
+    np.testing.assert_array_equal(np.asarray(out[part], np.float32)[:used], alone[:used])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lowers_for_gpus(check_vma):
+  """At the layer's sizes and tunings; the reduction works in place."""
+  capacity, width, inner, home, slots, ranks = 69632, 4096, 1536, 16, 2, 4
+
+  def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((ranks * sizes[0], *sizes[1:]), dtype)
+
+  plan = (jnp.full((ranks, slots), -1, jnp.int32),) * 2
+  sizes = shape(home + slots, dtype=jnp.int32)
+  copying = on_ranks(wgrad_and_copies, Tuning(12, 3, 16384), plan, ranks, check_vma).trace(
+    shape(capacity, inner), shape(capacity, width), sizes, shape(home, width, inner)
+  )
+  gradients = [shape(n, width, inner, dtype=jnp.float32) for n in (home, slots)]
+  reducing = on_ranks(sum_and_reduction, Tuning(16, 3, 32768), plan, ranks, check_vma).trace(
+    [shape(capacity, inner)] * 2,
+    gradients,
+    [shape(home, width, inner)] * 2,
+    [shape(slots, width, inner)] * 2,
+    sizes,
+  )
+  for traced in (copying, reducing):
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+  assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
+
+
+def test_workers_must_be_the_warpgroups_of_the_matmul():
+  plan = (REPLICA, PARENT)
+  with pytest.raises(ValueError, match="beside: expected 3 workers"):
+    on_ranks(wgrad_and_copies, Tuning(1, 2, 128), plan)(
+      jnp.zeros((512, 128), jnp.bfloat16),
+      jnp.zeros((512, 128), jnp.bfloat16),
+      jnp.zeros(4, jnp.int32),
+      jnp.zeros((2, 96), jnp.bfloat16),
+    )
