@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ultraep_jax as uep
-from ultraep_jax import exchange
+from ultraep_jax.block_exchange import BlockCrossing
 from ultraep_jax.relay import transfer_tree
 from ultraep_jax.testing import dense_moe
 
@@ -80,6 +80,7 @@ def make_problem(
   load: str = "skewed",
   masked: bool = False,
   tokens: int = TOKENS,
+  width: int = WIDTH,
   seed: int = 0,
   dtype: jnp.dtype = jnp.float32,
 ) -> Problem:
@@ -99,19 +100,19 @@ def make_problem(
     return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
   weights = uep.ExpertWeights(
-    normal(num_experts, WIDTH, INNER, scale=WIDTH**-0.5),
-    normal(num_experts, WIDTH, INNER, scale=WIDTH**-0.5),
-    normal(num_experts, INNER, WIDTH, scale=INNER**-0.5),
+    normal(num_experts, width, INNER, scale=width**-0.5),
+    normal(num_experts, width, INNER, scale=width**-0.5),
+    normal(num_experts, INNER, width, scale=INNER**-0.5),
   )
   by_token, by_expert = NamedSharding(mesh, tokens_spec(mesh)), NamedSharding(mesh, P("expert"))
   gate = jnp.asarray(rng.random((total, top_k)), jnp.float32)
   return Problem(
     mesh=mesh,
-    x=jax.device_put(normal(total, WIDTH), by_token),
+    x=jax.device_put(normal(total, width), by_token),
     expert_index=jax.device_put(jnp.asarray(index), by_token),
     gate=jax.device_put(gate, by_token),
     weights=jax.device_put(weights, by_expert),
-    cotangent=jax.device_put(normal(total, WIDTH), by_token),
+    cotangent=jax.device_put(normal(total, width), by_token),
   )
 
 
@@ -281,18 +282,18 @@ def test_rows_that_no_token_feeds_may_hold_nan(monkeypatch):
   problem = make_problem(make_mesh(4), masked=True)
   config = dataclasses.replace(CONFIG, capacity_factor=2.0)
   expected = value_and_grads(layer(problem, config), problem)
-  plain, spread = exchange.dispatch, exchange.spread
+  plain, spread = BlockCrossing.dispatch, BlockCrossing.spread
 
-  def poisoned(x_TD, crossing, row_AK):
-    fed_C = spread(jnp.ones(crossing.dest_TK.shape), crossing, row_AK) > 0
-    return jnp.where(fed_C[:, None], plain(x_TD, crossing, row_AK), jnp.nan)
+  def poisoned(crossing, x_TD):
+    fed_C = spread(crossing, jnp.ones(crossing.dest_TK.shape)) > 0
+    return jnp.where(fed_C[:, None], plain(crossing, x_TD), jnp.nan)
 
-  def poisoned_gate(value_TK, crossing, row_AK):
-    fed_C = spread(jnp.ones(crossing.dest_TK.shape), crossing, row_AK) > 0
-    return jnp.where(fed_C, spread(value_TK, crossing, row_AK), jnp.nan)
+  def poisoned_gate(crossing, value_TK):
+    fed_C = spread(crossing, jnp.ones(crossing.dest_TK.shape)) > 0
+    return jnp.where(fed_C, spread(crossing, value_TK), jnp.nan)
 
-  monkeypatch.setattr(exchange, "dispatch", poisoned)
-  monkeypatch.setattr(exchange, "spread", poisoned_gate)
+  monkeypatch.setattr(BlockCrossing, "dispatch", poisoned)
+  monkeypatch.setattr(BlockCrossing, "spread", poisoned_gate)
   got = value_and_grads(layer(problem, config), problem)
   chex.assert_trees_all_equal(got, expected)
 

@@ -44,6 +44,17 @@ def experts_tree(rng):
   }
 
 
+def replicate_here(home, placement, domain_size=None):
+  """Every copy comes from its home; the portable form does not ask."""
+  parent = jnp.where(placement < 0, -1, placement // HOME)
+  return replicate.replicate(home, placement, parent, axis_name="expert", domain_size=domain_size)
+
+
+def reduce_here(replica, home, placement):
+  parent = jnp.where(placement < 0, -1, placement // HOME)
+  return replicate.reduce_replicas(replica, home, placement, parent, axis_name="expert")
+
+
 def as_bits(leaf):
   return np.asarray(leaf).view(f"u{leaf.dtype.itemsize}")
 
@@ -55,7 +66,7 @@ def test_replicate_copies_bit_for_bit(name, domain):
     domain = 8  # these placements cross domains of four
   placement = jnp.array(PLACEMENTS[name], jnp.int32)
   tree = experts_tree(np.random.default_rng(0))
-  copy = functools.partial(replicate.replicate, axis_name="expert", domain_size=domain)
+  copy = functools.partial(replicate_here, domain_size=domain)
   got = shard(copy, 1)(tree, placement)
   expert_R = np.asarray(placement).reshape(-1)
   for key, leaf in tree.items():
@@ -70,8 +81,7 @@ def test_reduce_adds_every_replica_once(name):
   rng = np.random.default_rng(1)
   replica = [jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32) for _ in range(2)]
   home = [jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32) for _ in range(2)]
-  reduce = functools.partial(replicate.reduce_replicas, axis_name="expert")
-  got = shard(reduce, 2)(replica, home, placement)
+  got = shard(reduce_here, 2)(replica, home, placement)
   for sent, kept, result in zip(replica, home, got, strict=True):
     expected = np.array(kept)
     for row, expert in enumerate(np.asarray(placement).reshape(-1)):
@@ -85,10 +95,8 @@ def test_reduce_is_the_adjoint_of_replicate():
   rng = np.random.default_rng(2)
   home = jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32)
   replica = jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32)
-  copied = shard(functools.partial(replicate.replicate, axis_name="expert"), 1)(home, placement)
-  reduced = shard(functools.partial(replicate.reduce_replicas, axis_name="expert"), 2)(
-    replica, jnp.zeros_like(home), placement
-  )
+  copied = shard(replicate_here, 1)(home, placement)
+  reduced = shard(reduce_here, 2)(replica, jnp.zeros_like(home), placement)
   assert float(jnp.vdot(copied, replica)) == float(jnp.vdot(home, reduced))
 
 
@@ -96,8 +104,7 @@ def test_order_of_the_sum_is_fixed():
   """The next rank of the ring first: an order in which these terms do not cancel to zero."""
   placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
   terms = jnp.array([0.0, 1e8, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0], jnp.float32)[:, None]
-  reduce = functools.partial(replicate.reduce_replicas, axis_name="expert")
-  got = shard(reduce, 2)(terms, jnp.zeros((16, 1), jnp.float32), placement)
+  got = shard(reduce_here, 2)(terms, jnp.zeros((16, 1), jnp.float32), placement)
   expected = np.float32(0)
   for term in np.asarray(terms[1:, 0]):
     expected += term
@@ -107,6 +114,6 @@ def test_order_of_the_sum_is_fixed():
 def test_no_slots_no_communication():
   placement = jnp.zeros((RANKS, 0), jnp.int32)
   home = jnp.ones((16, 4))
-  copy = shard(functools.partial(replicate.replicate, axis_name="expert"), 1)
+  copy = shard(replicate_here, 1)
   assert copy(home, placement).shape == (0, 4)
   assert "ppermute" not in str(jax.make_jaxpr(copy)(home, placement))

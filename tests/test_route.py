@@ -103,7 +103,7 @@ def test_local_tokens_stay():
   np.testing.assert_array_equal(routes.dest_TK[:, :, 0], np.arange(4)[:, None].repeat(8, 1))
 
 
-@pytest.mark.parametrize(("factor", "rounds"), [(1.0, 4), (2.0, 2), (3.8, 2), (4.0, 1)])
+@pytest.mark.parametrize(("factor", "rounds"), [(1.0, 4), (2.0, 2), (3.0, 2), (4.0, 1)])
 def test_rounds_cover_the_busiest_rank(factor, rounds):
   config = uep.BalanceConfig(capacity_factor=factor, strategy="none")
   index_GTK = jnp.zeros((4, 8, 1), jnp.int32)
@@ -113,6 +113,12 @@ def test_rounds_cover_the_busiest_rank(factor, rounds):
   routes = route_all(index_GTK, load_GE, uep.Plan(empty, quota, empty), config)
   assert routes.num_rounds.tolist() == [rounds] * 4
   assert int(jnp.max(routes.row_TK)) // route.row_capacity(8, 1, 4, config) == rounds - 1
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(8, 16), (16, 24), (128, 136), (1, 8)])
+def test_capacity_is_a_multiple_of_eight(tokens, rows):
+  config = uep.BalanceConfig(capacity_factor=1.0625)
+  assert route.row_capacity(tokens, 1, 4, config) == rows
 
 
 def sizes_in(jaxpr):

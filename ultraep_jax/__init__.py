@@ -4,6 +4,7 @@ from ultraep_jax import linen as linen
 from ultraep_jax import nnx as nnx
 from ultraep_jax import strategies as strategies
 from ultraep_jax import testing as testing
+from ultraep_jax import trace as trace
 from ultraep_jax.config import BalanceConfig as BalanceConfig
 from ultraep_jax.doctor import doctor as doctor
 from ultraep_jax.gating import GatingConfig as GatingConfig

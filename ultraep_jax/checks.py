@@ -35,11 +35,6 @@ def check_config(config: object) -> None:
     raise ValueError("jax_enable_x64: expected False (loads and rows are int32), got True")
   if not isinstance(config, BalanceConfig):
     raise TypeError(f"config: expected a BalanceConfig, got {type(config).__name__}")
-  if config.implementation == "mosaic_gpu":
-    raise NotImplementedError(
-      "implementation: expected 'portable' or 'auto', got 'mosaic_gpu', "
-      "whose kernels the layer does not use yet"
-    )
 
 
 def check_compute_dtype(name: str, value: Any) -> None:

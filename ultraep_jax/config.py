@@ -8,6 +8,8 @@ if TYPE_CHECKING:
   from ultraep_jax.strategies import Planner, Strategy
 
 Implementation = Literal["auto", "mosaic_gpu", "portable"]
+# Strategies that need nothing but the batch; those with a history are given as planners.
+STRATEGY_NAMES = ("quota", "none", "ideal", "exact", "eplb+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,16 +19,18 @@ class BalanceConfig:
   Attributes:
     replica_slots: S, copies of other ranks' experts that a rank can hold. ``S >= E // G``
       can always reach exact balance; 0 balances nothing.
-    strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"ideal"`` (overrides the
-      router to equal loads, for measuring only), a planner function
-      ``(load_GE, config, cost) -> Plan``, or a ``strategies.Strategy``.
+    strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"exact"`` (no rank above the
+      mean, needs ``S >= M``), ``"eplb+"`` (replicas by load, equal shares), ``"ideal"`` (overrides
+      the router to equal loads, for measuring only), a planner function
+      ``(load_GE, config, cost) -> Plan`` such as ``strategies.eplb.planner(state)``, or a
+      ``strategies.Strategy``.
     objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time,
       where copies cost what ``PlanCost`` says and doing nothing is a candidate.
     target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that
       reach it, e.g. 1.01. ``None``: as low as possible.
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.
-    capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows; a busier
-      rank takes more rounds, nothing is dropped.
+    capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
+      multiple of eight; a busier rank takes more rounds, nothing is dropped.
     domain_size: ranks joined by scale-up links; replicas never leave a domain. Domains are
       contiguous. ``None``: all ranks are one domain.
     transfer: the trees that ``Plan.parent`` describes: ``"relay"`` (holders forward), ``"direct"``
@@ -34,7 +38,8 @@ class BalanceConfig:
       egress). The portable implementation passes copies round a ring instead.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
       ``None``: from the weights' byte width and the rates measured on H200.
-    implementation: ``"auto"``, ``"mosaic_gpu"`` or ``"portable"``.
+    implementation: ``"mosaic_gpu"`` (kernels for Hopper GPUs), ``"portable"`` (plain JAX) or
+      ``"auto"``: per operation, a kernel if it can do it here.
 
   Raises:
     ValueError: a value is outside its range.
@@ -66,7 +71,7 @@ class BalanceConfig:
     check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
     check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
     if isinstance(self.strategy, str):
-      check_choice("strategy", self.strategy, ("quota", "none", "ideal"))
+      check_choice("strategy", self.strategy, STRATEGY_NAMES)
     elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):
       raise TypeError(
         "strategy: expected a name, a planner function or a Strategy, "

@@ -1,57 +1,69 @@
 """Tokens to the rows where they are computed, and rows back to tokens.
 
 A token crosses to each rank that computes any of its assignments once, and fans out into its
-rows there; its rows' sum comes back once. Ranks exchange equal blocks of tokens with
-``all_to_all``, the fastest collective that JAX has for it; a rank with more tokens for some
-peer than a block holds takes further steps, so nothing is dropped and no buffer is sized for
-the worst case.
+rows there; its rows' sum comes back once. How it crosses is up to the implementation: equal
+blocks and ``all_to_all`` (``block_exchange``), or kernels that write into other GPUs' memory
+(``push_exchange``).
 """
 
-import dataclasses
-import math
-from collections.abc import Callable
+from typing import Protocol
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from ultraep_jax.load import position_in_group
-from ultraep_jax.mesh import mesh_max
+from ultraep_jax import block_exchange, push_exchange
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array, Routes
 
-# How much a block exceeds the mean number of tokens that two ranks exchange.
-_BLOCK_SLACK = 1.25
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Crossing:
+class Crossing(Protocol):
   """How one rank's tokens cross in one round: built by ``cross``, used in both directions.
 
-  N is the tokens in a block, A = G·N the tokens a rank receives in a step.
-
-  Attributes:
-    axis_name: the expert mesh axis.
-    capacity: C, rows of the round.
-    block: N.
-    dest_TK: the rank that computes the assignment in this round, −1 if none.
-    row_TK: the assignment's row in this round.
-    leads_TK: whether it is the first of its token's assignments for that rank.
-    position_TK: its token's place in the list of tokens for that rank.
-    steps: steps that the longest list on the mesh needs, or None if one always suffices.
+  A pytree. All ranks of the mesh must call the same methods in the same order.
   """
 
-  axis_name: str = dataclasses.field(metadata={"static": True})
-  capacity: int = dataclasses.field(metadata={"static": True})
-  block: int = dataclasses.field(metadata={"static": True})
-  dest_TK: Array
-  row_TK: Array
-  leads_TK: Array
-  position_TK: Array
-  steps: Array | None
+  def dispatch(self, x_TD: Array) -> Array:
+    """Carries tokens ``[T, D]`` to their rows ``[C, D]``.
+
+    Rows that no token feeds may hold anything, NaN included.
+    """
+    ...
+
+  def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
+    """Sums each token's rows, weighted by their gates: the adjoint of ``dispatch``.
+
+    Both sums, of a token's rows on one rank and over ranks, are in float32 and in the order of
+    the token's assignments; what crosses is rounded to the dtype of the rows.
+
+    Args:
+      rows_CD: ``[C, D]``; rows that no token feeds are ignored, NaN included.
+      gate_C: ``[C]`` float32; ``None``: all gates are 1.
+
+    Returns:
+      ``[T, D]`` in the dtype of the rows.
+    """
+    ...
+
+  def spread(self, value_TK: Array) -> Array:
+    """Carries one number per assignment, such as its gate, to its row ``[C]``."""
+    ...
+
+  def collect(self, value_C: Array) -> Array:
+    """Brings one number per row back to its assignment: the adjoint of ``spread``.
+
+    Returns:
+      ``[T, K]``, zero where the assignment is not of this round.
+    """
+    ...
 
 
-def cross(routes: Routes, round_index: Array | int, capacity: int, axis_name: str) -> Crossing:
+def cross(
+  routes: Routes,
+  round_index: Array | int,
+  capacity: int,
+  axis_name: str,
+  *,
+  width: int,
+  dtype: object,
+  implementations: Implementations,
+) -> Crossing:
   """Lists the tokens that cross in a round.
 
   Args:
@@ -59,184 +71,17 @@ def cross(routes: Routes, round_index: Array | int, capacity: int, axis_name: st
     round_index: the round, the same on every rank.
     capacity: C.
     axis_name: the expert mesh axis.
+    width: D.
+    dtype: of tokens and rows.
+    implementations: what to try, in order.
+
+  Raises:
+    NotImplementedError: none of them can.
   """
-  num_ranks = lax.axis_size(axis_name)
-  num_tokens, top_k = routes.dest_TK.shape
-  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
-  dest_TK = jnp.where(active_TK, routes.dest_TK, -1)
-
-  # The first assignment of a token for a rank stands for all of them.
-  same_TKK = dest_TK[:, :, None] == dest_TK[:, None, :]
-  leader_TK = jnp.argmax(same_TKK, axis=2)
-  leads_TK = active_TK & (leader_TK == jnp.arange(top_k)[None])
-  position_A, count_G = position_in_group(
-    jnp.where(leads_TK, dest_TK, num_ranks).reshape(-1), num_ranks
-  )
-  position_TK = jnp.take_along_axis(position_A.reshape(dest_TK.shape), leader_TK, axis=1)
-
-  block = min(num_tokens, math.ceil(num_tokens * top_k / num_ranks * _BLOCK_SLACK))
-  return Crossing(
-    axis_name=axis_name,
-    capacity=capacity,
-    block=block,
-    dest_TK=dest_TK,
-    row_TK=routes.row_TK % capacity,
-    leads_TK=leads_TK,
-    position_TK=position_TK,
-    steps=mesh_max(-(-jnp.max(count_G) // block)) if block < num_tokens else None,
-  )
-
-
-def announce_rows(crossing: Crossing, step: Array | int = 0) -> Array:
-  """Tells each receiver the rows that the tokens of a step feed.
-
-  Returns:
-    ``[A, K]`` int32 on the receiver, −1 where a token's assignment runs elsewhere.
-  """
-  token_A, sent_AK = _outgoing(crossing, step)
-  return _swap(jnp.where(sent_AK, crossing.row_TK[token_A], -1), crossing)
-
-
-def dispatch(x_TD: Array, crossing: Crossing, row_AK: Array) -> Array:
-  """Carries tokens to their rows.
-
-  Args:
-    x_TD: ``[T, D]``.
-    crossing: of the round.
-    row_AK: what ``announce_rows`` told this rank of the first step.
-
-  Returns:
-    ``[C, D]`` in x's dtype; rows that no token feeds are zero.
-  """
-
-  def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
-    token_A, _ = _outgoing(crossing, i)
-    received_AD = _swap(x_TD[token_A], crossing)
-    # Gathering by row writes each row once; the inverse map is a scatter of integers only.
-    source_C = _feeding(row_AK, crossing.capacity)
-    fed_CD = received_AD[source_C // row_AK.shape[1]]
-    return jnp.where((source_C >= 0)[:, None], fed_CD, rows_CD)
-
-  return _steps(crossing, row_AK, step, jnp.zeros((crossing.capacity, x_TD.shape[1]), x_TD.dtype))
-
-
-def combine(rows_CD: Array, gate_C: Array, crossing: Crossing, row_AK: Array) -> Array:
-  """Sums each token's rows, weighted by their gates: the adjoint of ``dispatch``.
-
-  The rank that computed the rows sums those of a token, the token's rank sums over ranks; both
-  in float32 and in the order of the token's assignments.
-
-  Args:
-    rows_CD: ``[C, D]``; rows that no token feeds are ignored, NaN included.
-    gate_C: ``[C]`` float32.
-    crossing: of the round.
-    row_AK: what ``announce_rows`` told this rank of the first step.
-
-  Returns:
-    ``[T, D]`` float32.
-  """
-
-  def step(i: Array | int, row_AK: Array, y_TD: Array) -> Array:
-    partial_AD = jnp.zeros((row_AK.shape[0], rows_CD.shape[1]), jnp.float32)
-    for row_A in row_AK.T:
-      weighted_AD = gate_C[row_A][:, None] * rows_CD[row_A].astype(jnp.float32)
-      partial_AD += jnp.where((row_A >= 0)[:, None], weighted_AD, 0)
-    back_AD = _swap(partial_AD.astype(rows_CD.dtype), crossing)
-    here_TK, place_TK = _places(crossing, i)
-    for here_T, place_T in zip((here_TK & crossing.leads_TK).T, place_TK.T, strict=True):
-      y_TD += jnp.where(here_T[:, None], back_AD[place_T].astype(jnp.float32), 0)
-    return y_TD
-
-  zero_TD = jnp.zeros((crossing.dest_TK.shape[0], rows_CD.shape[1]), jnp.float32)
-  return _steps(crossing, row_AK, step, zero_TD)
-
-
-def spread(value_TK: Array, crossing: Crossing, row_AK: Array) -> Array:
-  """Carries one number per assignment, such as its gate, to its row.
-
-  Args:
-    value_TK: ``[T, K]``.
-    crossing: of the round.
-    row_AK: what ``announce_rows`` told this rank of the first step.
-
-  Returns:
-    ``[C]``; rows that no token feeds are zero.
-  """
-
-  def step(i: Array | int, row_AK: Array, value_C: Array) -> Array:
-    token_A, sent_AK = _outgoing(crossing, i)
-    received_AK = _swap(jnp.where(sent_AK, value_TK[token_A], 0), crossing)
-    source_C = _feeding(row_AK, crossing.capacity)
-    return jnp.where(source_C >= 0, received_AK.reshape(-1)[source_C], value_C)
-
-  return _steps(crossing, row_AK, step, jnp.zeros(crossing.capacity, value_TK.dtype))
-
-
-def collect(value_C: Array, crossing: Crossing, row_AK: Array) -> Array:
-  """Brings one number per row back to its assignment: the adjoint of ``spread``.
-
-  Args:
-    value_C: ``[C]``.
-    crossing: of the round.
-    row_AK: what ``announce_rows`` told this rank of the first step.
-
-  Returns:
-    ``[T, K]``, zero where the assignment is not of this round.
-  """
-
-  def step(i: Array | int, row_AK: Array, value_TK: Array) -> Array:
-    value_AK = _swap(jnp.where(row_AK >= 0, value_C[row_AK], 0), crossing)
-    here_TK, place_TK = _places(crossing, i)
-    column_1K = jnp.arange(row_AK.shape[1])[None]
-    return jnp.where(here_TK, value_AK[place_TK, column_1K], value_TK)
-
-  return _steps(crossing, row_AK, step, jnp.zeros(crossing.dest_TK.shape, value_C.dtype))
-
-
-def _steps[Carry](
-  crossing: Crossing,
-  row_AK: Array,
-  step: Callable[[Array | int, Array, Carry], Carry],
-  carry: Carry,
-) -> Carry:
-  """Runs the first step with the rows already announced, and the rare further ones."""
-  carry = step(0, row_AK, carry)  # its result varies over every axis that its inputs do
-  if crossing.steps is None:
-    return carry
-
-  def further(i: Array, carry: Carry) -> Carry:
-    return step(i, announce_rows(crossing, i), carry)
-
-  return lax.fori_loop(jnp.int32(1), crossing.steps, further, carry)
-
-
-def _outgoing(crossing: Crossing, step: Array | int) -> tuple[Array, Array]:
-  """The tokens of a step's blocks ``[A]``, and the assignments each carries ``[A, K]``."""
-  num_sent = lax.axis_size(crossing.axis_name) * crossing.block
-  here_TK, place_TK = _places(crossing, step)
-  place_TK = jnp.where(here_TK & crossing.leads_TK, place_TK, num_sent)
-  token_T1 = jnp.arange(place_TK.shape[0], dtype=jnp.int32)[:, None]
-  token_A = jnp.full(num_sent, -1, jnp.int32)
-  token_A = token_A.at[place_TK].set(jnp.broadcast_to(token_T1, place_TK.shape), mode="drop")
-  real_A, token_A = token_A >= 0, jnp.maximum(token_A, 0)
-  rank_A = jnp.arange(num_sent, dtype=jnp.int32) // crossing.block
-  return token_A, real_A[:, None] & (crossing.dest_TK[token_A] == rank_A[:, None])
-
-
-def _places(crossing: Crossing, step: Array | int) -> tuple[Array, Array]:
-  """Which assignments cross in a step, and where their token stands in the blocks."""
-  local_TK = crossing.position_TK - step * crossing.block
-  here_TK = (crossing.dest_TK >= 0) & (local_TK >= 0) & (local_TK < crossing.block)
-  return here_TK, jnp.where(here_TK, crossing.dest_TK * crossing.block + local_TK, 0)
-
-
-def _feeding(row_AK: Array, capacity: int) -> Array:
-  """The flat index into ``[G·N, K]`` that feeds each row, −1 for none."""
-  index_AK = jnp.arange(row_AK.size, dtype=jnp.int32).reshape(row_AK.shape)
-  source_C = jnp.full(capacity, -1, jnp.int32)
-  return source_C.at[jnp.where(row_AK < 0, capacity, row_AK)].set(index_AK, mode="drop")
-
-
-def _swap(block_AX: Array, crossing: Crossing) -> Array:
-  """Sends block g of ``[G·N, ...]`` to rank g and returns the blocks received."""
-  return lax.all_to_all(block_AX, crossing.axis_name, 0, 0, tiled=True)
+  candidates = {
+    "mosaic_gpu": lambda: push_exchange.cross(
+      routes, round_index, capacity, axis_name, width=width, dtype=dtype
+    ),
+    "portable": lambda: block_exchange.cross(routes, round_index, capacity, axis_name),
+  }
+  return first_that_can(implementations, candidates)

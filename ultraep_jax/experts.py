@@ -5,16 +5,22 @@ two operands, the parameters and the replica buffer, because joining them would 
 weight. Rows at or beyond the used count may hold anything, NaN included.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ultraep_jax.mesh import to_varying, varying_axes
+from pallas_kernels import gated_matmul as gated_kernel
+from pallas_kernels import grouped_matmul as kernel
+from pallas_kernels import grouped_matmul_wgrad as wgrad_kernel
+from pallas_kernels.tiles import Transfer
+from ultraep_jax import tile_matmul
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array, ExpertWeights
+
+Activation = Callable[[Array], Array]
 
 
 def grouped_matmul(
@@ -24,6 +30,7 @@ def grouped_matmul(
   group_size_P: Array,
   *,
   transpose_rhs: bool = False,
+  implementations: Implementations = ("portable",),
 ) -> Array:
   """Multiplies each group of rows by the weights of its slot.
 
@@ -33,40 +40,29 @@ def grouped_matmul(
     replica_SKN: ``[S, K, N]``, likewise; S may be 0.
     group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
     transpose_rhs: multiply by the transposed weights (the gradient to the rows).
+    implementations: what to try, in order.
 
   Returns:
-    ``[C, N]`` in the rows' dtype, accumulated in float32; unused rows are zero.
+    ``[C, N]`` in the rows' dtype, accumulated in float32; unused rows may hold anything.
+
+  Raises:
+    NotImplementedError: none of the implementations can.
   """
-  tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
-  axes = varying_axes(rows_CK, home_MKN, replica_SKN, group_size_P)
-  num_home = home_MKN.shape[0]
-  contract = 1 if transpose_rhs else 0
-  out_CN = jnp.zeros((rows_CK.shape[0], home_MKN.shape[2 - contract]), rows_CK.dtype)
-
-  def multiply(weights: Array, first_slot: int) -> Callable[[Array, Array], Array]:
-    def tile(i: Array, out_CN: Array) -> Array:
-      slot, start, mine_B1 = tiles.locate(i)
-      rows_BK = lax.dynamic_slice_in_dim(rows_CK, start, tiles.rows)
-      rhs = lax.dynamic_index_in_dim(weights, slot - first_slot, keepdims=False)
-      product_BN = lax.dot_general(
-        rows_BK, rhs, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
-      )
-      kept_BN = lax.dynamic_slice_in_dim(out_CN, start, tiles.rows)
-      merged_BN = jnp.where(mine_B1, product_BN.astype(out_CN.dtype), kept_BN)
-      return lax.dynamic_update_slice_in_dim(out_CN, merged_BN, start, 0)
-
-    return tile
-
-  out_CN = to_varying(out_CN, axes)
-  home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  out_CN = lax.fori_loop(jnp.int32(0), home_tiles, multiply(home_MKN, 0), out_CN)
-  if replica_SKN.shape[0]:
-    out_CN = lax.fori_loop(home_tiles, all_tiles, multiply(replica_SKN, num_home), out_CN)
-  return out_CN
+  arguments = rows_CK, home_MKN, replica_SKN, group_size_P, transpose_rhs
+  candidates = {
+    "mosaic_gpu": lambda: kernel.grouped_matmul(*arguments[:4], transpose_rhs=transpose_rhs),
+    "portable": lambda: tile_matmul.matmul(*arguments),
+  }
+  return first_that_can(implementations, candidates)
 
 
 def grouped_matmul_wgrad(
-  rows_CK: Array, grad_CN: Array, group_size_P: Array, num_home: int
+  rows_CK: Array,
+  grad_CN: Array,
+  group_size_P: Array,
+  num_home: int,
+  *,
+  implementations: Implementations = ("portable",),
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
 
@@ -75,73 +71,15 @@ def grouped_matmul_wgrad(
     grad_CN: ``[C, N]``.
     group_size_P: ``[M + S]`` int32.
     num_home: M.
+    implementations: what to try, in order.
 
   Returns:
     ``[M, K, N]`` and ``[S, K, N]``, float32; an empty slot's gradient is zero.
+
+  Raises:
+    NotImplementedError: none of the implementations can.
   """
-  tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
-  axes = varying_axes(rows_CK, grad_CN, group_size_P)
-
-  def accumulate(first_slot: int) -> Callable[[Array, Array], Array]:
-    def tile(i: Array, grad_XKN: Array) -> Array:
-      slot, start, mine_B1 = tiles.locate(i)
-      rows_BK = jnp.where(mine_B1, lax.dynamic_slice_in_dim(rows_CK, start, tiles.rows), 0)
-      grad_BN = jnp.where(mine_B1, lax.dynamic_slice_in_dim(grad_CN, start, tiles.rows), 0)
-      sum_KN = lax.dynamic_index_in_dim(grad_XKN, slot - first_slot, keepdims=False)
-      sum_KN += lax.dot_general(
-        rows_BK, grad_BN, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-      )
-      return lax.dynamic_update_index_in_dim(grad_XKN, sum_KN, slot - first_slot, 0)
-
-    return tile
-
-  def zeros(slots: int) -> Array:
-    shape = (slots, rows_CK.shape[1], grad_CN.shape[1])
-    return to_varying(jnp.zeros(shape, jnp.float32), axes)
-
-  num_replica = group_size_P.shape[0] - num_home
-  home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  home_MKN = lax.fori_loop(jnp.int32(0), home_tiles, accumulate(0), zeros(num_home))
-  replica_SKN = zeros(num_replica)
-  if num_replica:
-    replica_SKN = lax.fori_loop(home_tiles, all_tiles, accumulate(num_home), replica_SKN)
-  return home_MKN, replica_SKN
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-  """Work items of at most ``rows`` rows, none crossing a group's border, in row order."""
-
-  rows: int
-  capacity: int
-  group_start_P: Array
-  group_size_P: Array
-  end_P: Array  # running count of tiles
-
-  @classmethod
-  def of(cls, capacity: int, group_size_P: Array) -> "_Tiles":
-    rows = _tile_rows(capacity, group_size_P.shape[0])
-    end_P = jnp.cumsum(-(-group_size_P // rows), dtype=jnp.int32)
-    start_P = jnp.cumsum(group_size_P, dtype=jnp.int32) - group_size_P
-    return cls(rows, capacity, start_P, group_size_P, end_P)
-
-  def locate(self, i: Array) -> tuple[Array, Array, Array]:
-    """The slot of tile i, the first row to slice, and which of those rows are its own."""
-    slot = jnp.sum(self.end_P <= i, dtype=jnp.int32)
-    group_start, group_size = self.group_start_P[slot], self.group_size_P[slot]
-    tiles_before = self.end_P[slot] - -(-group_size // self.rows)
-    first = group_start + (i - tiles_before) * self.rows
-    # A slice may not pass the buffer's end: the last one starts earlier and masks its head.
-    start = jnp.minimum(first, self.capacity - self.rows)
-    row_B = start + jnp.arange(self.rows, dtype=jnp.int32)
-    mine_B = (row_B >= first) & (row_B < group_start + group_size)
-    return slot, start, mine_B[:, None]
-
-
-def _tile_rows(capacity: int, num_slots: int) -> int:
-  """About a mean group, within what keeps both an H200 and a CPU busy (docs/benchmarks.md)."""
-  mean = max(capacity // num_slots, 1)
-  return min(capacity, max(8, min(1024, 1 << (mean.bit_length() - 1))))
+  return _wgrad_beside(None, rows_CK, grad_CN, group_size_P, num_home, implementations)[0]
 
 
 class Hidden(NamedTuple):
@@ -156,24 +94,88 @@ def expert_forward(
   home: ExpertWeights,
   replica: ExpertWeights,
   group_size_P: Array,
-  activation: Callable[[Array], Array],
-) -> tuple[Array, Hidden]:
-  """``wo(activation(rows wi_gate) * (rows wi_up))`` for each row by its slot's expert."""
-  hidden = Hidden(
-    grouped_matmul(rows_CD, home.wi_gate, replica.wi_gate, group_size_P),
-    grouped_matmul(rows_CD, home.wi_up, replica.wi_up, group_size_P),
+  activation: Activation,
+  *,
+  keep_hidden: bool = True,
+  implementations: Implementations = ("portable",),
+) -> tuple[Array, Hidden | None]:
+  """``wo(activation(rows wi_gate) * (rows wi_up))`` for each row by its slot's expert.
+
+  Args:
+    rows_CD: ``[C, D]``, grouped by slot from row 0 on.
+    home: weights of the home slots.
+    replica: weights of the replica slots.
+    group_size_P: rows per slot.
+    activation: of the gate projection, elementwise.
+    keep_hidden: return the projections too, which a kernel can otherwise leave unwritten.
+    implementations: of the matmuls, to try in order.
+  """
+  candidates = {
+    "mosaic_gpu": lambda: _gated_kernel(
+      rows_CD, home, replica, group_size_P, activation, keep_hidden
+    ),
+    "portable": lambda: _gated(rows_CD, home, replica, group_size_P, activation, implementations),
+  }
+  # An activation or a shape that the fused kernel lacks may still suit the plain matmul's.
+  inner_CF, hidden = first_that_can((*implementations, "portable"), candidates)
+  out_CD = grouped_matmul(
+    inner_CF, home.wo, replica.wo, group_size_P, implementations=implementations
   )
-  inner_CF = _inner(hidden, activation)
-  return grouped_matmul(inner_CF, home.wo, replica.wo, group_size_P), hidden
+  return out_CD, hidden if keep_hidden else None
+
+
+def _gated_kernel(
+  rows_CD: Array,
+  home: ExpertWeights,
+  replica: ExpertWeights,
+  group_size_P: Array,
+  activation: Activation,
+  keep_hidden: bool,
+) -> tuple[Array, Hidden | None]:
+  inner_CF, gate_CF, up_CF = gated_kernel.gated_matmul(
+    rows_CD,
+    home.wi_gate,
+    home.wi_up,
+    replica.wi_gate,
+    replica.wi_up,
+    group_size_P,
+    activation,
+    keep_hidden=keep_hidden,
+  )
+  return inner_CF, None if gate_CF is None or up_CF is None else Hidden(gate_CF, up_CF)
+
+
+def _gated(
+  rows_CD: Array,
+  home: ExpertWeights,
+  replica: ExpertWeights,
+  group_size_P: Array,
+  activation: Activation,
+  implementations: Implementations,
+) -> tuple[Array, Hidden]:
+  matmul = functools.partial(
+    grouped_matmul, rows_CD, group_size_P=group_size_P, implementations=implementations
+  )
+  hidden = Hidden(matmul(home.wi_gate, replica.wi_gate), matmul(home.wi_up, replica.wi_up))
+  return _inner(hidden, activation), hidden
 
 
 class ExpertGrads(NamedTuple):
-  """Gradients of the gate-weighted experts."""
+  """Gradients of the gate-weighted experts, and the copies of weights that they needed."""
 
   rows_CD: Array
   gate_C: Array
-  home: ExpertWeights
-  replica: ExpertWeights
+  home: ExpertWeights  # with those of all replicas added
+  copies: ExpertWeights
+
+
+class Replicas(Protocol):
+  """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
+
+  def copies(self) -> Any: ...
+  def copying(self) -> Transfer | None: ...
+  def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
+  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None: ...
 
 
 def expert_backward(
@@ -182,11 +184,16 @@ def expert_backward(
   rows_CD: Array,
   hidden: Hidden,
   home: ExpertWeights,
-  replica: ExpertWeights,
+  replicas: Replicas,
   group_size_P: Array,
-  activation: Callable[[Array], Array],
+  activation: Activation,
+  *,
+  implementations: Implementations = ("portable",),
 ) -> ExpertGrads:
   """The adjoint of ``gate * expert_forward(rows)``.
+
+  Where kernels can, copies of weights arrive while a matmul that needs none of them runs, and
+  the gradients of copies go home beside the last matmul.
 
   Args:
     grad_CD: ``[C, D]``, per row the gradient of its token's output, not yet weighted.
@@ -194,37 +201,93 @@ def expert_backward(
     rows_CD: the rows of the forward pass.
     hidden: the projections of the forward pass.
     home: weights of the home slots.
-    replica: weights of the replica slots.
+    replicas: weights of the replica slots, and where their gradients go.
     group_size_P: rows per slot.
     activation: of the forward pass.
+    implementations: of the matmuls, to try in order.
   """
-  num_home = home.wo.shape[0]
+  wgrad = functools.partial(
+    _wgrad_beside,
+    group_size_P=group_size_P,
+    num_home=home.wo.shape[0],
+    implementations=implementations,
+  )
   inner_CF, inner_vjp = jax.vjp(lambda hidden: _inner(hidden, activation), hidden)
+  copying = replicas.copying()
+  # The gate scales inner rather than grad, whose rows are longer.
+  (wo_home, wo_replica), copies = wgrad(copying, _scaled(inner_CF, gate_C), grad_CD)
+  replica = ExpertWeights(*(replicas.copies() if copying is None else copies))
+
   # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
-  ungated_CF = grouped_matmul(grad_CD, home.wo, replica.wo, group_size_P, transpose_rhs=True)
+  ungated_CF = grouped_matmul(
+    grad_CD,
+    home.wo,
+    replica.wo,
+    group_size_P,
+    transpose_rhs=True,
+    implementations=implementations,
+  )
   gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
   (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
-  weighted_CD = _scaled(grad_CD, gate_C)
 
-  wo_home, wo_replica = grouped_matmul_wgrad(inner_CF, weighted_CD, group_size_P, num_home)
-  gate_home, gate_replica = grouped_matmul_wgrad(
-    rows_CD, hidden_grad.gate_CF, group_size_P, num_home
+  (gate_home, gate_replica), _ = wgrad(None, rows_CD, hidden_grad.gate_CF)
+  (up_home, up_replica), _ = wgrad(None, rows_CD, hidden_grad.up_CF)
+  home_grads = ExpertWeights(gate_home, up_home, wo_home)
+  replica_grads = ExpertWeights(gate_replica, up_replica, wo_replica)
+  reducing = replicas.reducing(replica_grads, home_grads)
+  rows_grad_CD, sums = _rows_grad(
+    reducing, hidden_grad, home, replica, group_size_P, implementations
   )
-  up_home, up_replica = grouped_matmul_wgrad(rows_CD, hidden_grad.up_CF, group_size_P, num_home)
-  rows_grad_CD = grouped_matmul(
-    hidden_grad.gate_CF, home.wi_gate, replica.wi_gate, group_size_P, transpose_rhs=True
-  ) + grouped_matmul(hidden_grad.up_CF, home.wi_up, replica.wi_up, group_size_P, transpose_rhs=True)
-  return ExpertGrads(
-    rows_CD=rows_grad_CD,
-    gate_C=gate_grad_C,
-    home=ExpertWeights(gate_home, up_home, wo_home),
-    replica=ExpertWeights(gate_replica, up_replica, wo_replica),
-  )
+  if reducing is None:
+    sums = replicas.reduce(replica_grads, home_grads)
+  return ExpertGrads(rows_grad_CD, gate_grad_C, ExpertWeights(*sums), replica)
+
+
+def _wgrad_beside(
+  transfer: Transfer | None,
+  rows_CK: Array,
+  grad_CN: Array,
+  group_size_P: Array,
+  num_home: int,
+  implementations: Implementations,
+) -> tuple[tuple[Array, Array], Any]:
+  """Gradients to weights, and the result of a transfer."""
+  arguments = rows_CK, grad_CN, group_size_P, num_home
+  candidates = {
+    "mosaic_gpu": lambda: wgrad_kernel.wgrad_beside(transfer, *arguments),
+    "portable": lambda: (tile_matmul.wgrad(*arguments), transfer and transfer.launch()),
+  }
+  return first_that_can(implementations, candidates)
+
+
+def _rows_grad(
+  transfer: Transfer | None,
+  hidden_grad: Hidden,
+  home: ExpertWeights,
+  replica: ExpertWeights,
+  group_size_P: Array,
+  implementations: Implementations,
+) -> tuple[Array, Any]:
+  """The gradient to the rows, through both projections, and the result of a transfer."""
+  homes, replicas = (home.wi_gate, home.wi_up), (replica.wi_gate, replica.wi_up)
+
+  def one_by_one() -> Array:
+    return tile_matmul.matmul(
+      hidden_grad.gate_CF, home.wi_gate, replica.wi_gate, group_size_P, True
+    ) + tile_matmul.matmul(hidden_grad.up_CF, home.wi_up, replica.wi_up, group_size_P, True)
+
+  candidates = {
+    "mosaic_gpu": lambda: kernel.sum_beside(
+      transfer, hidden_grad, homes, replicas, group_size_P, transpose_rhs=True
+    ),
+    "portable": lambda: (one_by_one(), transfer and transfer.launch()),
+  }
+  return first_that_can(implementations, candidates)
 
 
 def _scaled(rows_CX: Array, gate_C: Array) -> Array:
   return (rows_CX.astype(jnp.float32) * gate_C[:, None]).astype(rows_CX.dtype)
 
 
-def _inner(hidden: Hidden, activation: Callable[[Array], Array]) -> Array:
+def _inner(hidden: Hidden, activation: Activation) -> Array:
   return activation(hidden.gate_CF) * hidden.up_CF

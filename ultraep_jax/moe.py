@@ -1,7 +1,7 @@
 """The balanced MoE layer on one rank: load, plan, route, replicate, dispatch, experts, combine."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ultraep_jax import exchange, experts, load, replicate, route, stats, strategies
+from ultraep_jax import (
+  exchange,
+  experts,
+  implementation,
+  load,
+  replicate,
+  route,
+  stats,
+  strategies,
+)
 from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.experts import Activation
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
 from ultraep_jax.types import Array, ExpertWeights, LayerStats, PlanCost, Routes
-
-Activation = Callable[[Array], Array]
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second
 # planning, rows a second dispatch, hidden two of the three matmuls and the replicas for them.
@@ -84,14 +92,16 @@ def moe(
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
-    plan = plan._replace(replica_expert=jnp.zeros((num_ranks, 0), jnp.int32))
+    none_GS = jnp.zeros((num_ranks, 0), jnp.int32)
+    plan = plan._replace(replica_expert=none_GS, parent=none_GS)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   # A buffer for every assignment of every rank, as on one rank, never needs a second round.
   worst = num_ranks * expert_index_TK.size
   rounds = mesh_max(routes.num_rounds) if capacity < worst else None
 
-  routing = _name(_Routing(plan.replica_expert, routes, rounds), PLAN_NAME)
-  static = _Static(axis_name, capacity, config.domain_size, activation)
+  routing = _name(_Routing(plan.replica_expert, plan.parent, routes, rounds), PLAN_NAME)
+  implementations = implementation.resolve(config.implementation)
+  static = _Static(axis_name, capacity, config.domain_size, activation, implementations)
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
   axes = varying_axes(x_TD, expert_index_TK, gate_TK, weights, routing)
@@ -135,12 +145,14 @@ class _Static(NamedTuple):
   capacity: int
   domain_size: int | None
   activation: Activation
+  implementations: implementation.Implementations
 
 
 class _Routing(NamedTuple):
   """The integers that the movers need."""
 
   replica_expert_GS: Array
+  parent_GS: Array
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
 
@@ -149,19 +161,17 @@ class _Round(NamedTuple):
   """One round's crossing, and the inputs and projections of its experts."""
 
   crossing: exchange.Crossing
-  row_AK: Array
   rows_CD: Array
   gate_C: Array
-  hidden: experts.Hidden
+  hidden: experts.Hidden | None
 
 
 class _Grads(NamedTuple):
-  """What one round adds to the gradients, all float32."""
+  """What one round adds to the gradients: float32, but those of x, which are in its dtype."""
 
   x_TD: Array
   gate_TK: Array
   home: ExpertWeights
-  replica: ExpertWeights
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -169,104 +179,132 @@ def _experts_on_tokens(
   static: _Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: _Routing
 ) -> Array:
   """Replicate … combine. One rule spans them all, so that no replica becomes a residual."""
-  return _forward(static, x_TD, gate_TK, weights, routing)[0]
+  return _all_rounds(static, x_TD, gate_TK, weights, routing, keep_hidden=False)[0]
 
 
 def _forward(
   static: _Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: _Routing
 ) -> tuple[Array, tuple]:
-  home, replica = _operands(static, x_TD.dtype, weights, routing)
-
-  def run(index: Array | int) -> tuple[Array, _Round]:
-    out_CD, this = _run_round(static, x_TD, gate_TK, home, replica, routing, index)
-    return exchange.combine(out_CD, this.gate_C, this.crossing, this.row_AK), this
-
-  y_TD, first = run(0)
-  if routing.rounds is not None:
-    y_TD = lax.fori_loop(jnp.int32(1), routing.rounds, lambda i, y_TD: y_TD + run(i)[0], y_TD)
+  y_TD, first = _all_rounds(static, x_TD, gate_TK, weights, routing, keep_hidden=True)
   hidden = _name(first.hidden, HIDDEN_NAME)
   first = _name(first, ROWS_NAME)._replace(hidden=hidden)
-  return y_TD.astype(x_TD.dtype), (x_TD, gate_TK, weights, routing, first)
+  return y_TD, (x_TD, gate_TK, weights, routing, first)
+
+
+def _all_rounds(
+  static: _Static,
+  x_TD: Array,
+  gate_TK: Array,
+  weights: ExpertWeights,
+  routing: _Routing,
+  keep_hidden: bool,
+) -> tuple[Array, _Round]:
+  """The output, and what backward needs of the first round."""
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
+  replicas = dataclasses.replace(replicas, known=replicas.copies())
+
+  def run(index: Array | int, keep_hidden: bool) -> tuple[Array, _Round]:
+    out_CD, this = _run_round(static, x_TD, gate_TK, replicas, routing, index, keep_hidden)
+    return this.crossing.combine(out_CD, this.gate_C), this
+
+  y_TD, first = run(0, keep_hidden)
+  if routing.rounds is not None:
+
+    def add_round(index: Array, y_TD: Array) -> Array:
+      return y_TD + run(index, keep_hidden=False)[0]
+
+    y_TD = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
+  return y_TD, first
 
 
 def _backward(
   static: _Static, residuals: tuple, grad_TD: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
-  home, replica = _operands(static, x_TD.dtype, weights, routing)
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
 
-  def round_grads(index: Array | int, this: _Round) -> _Grads:
-    grad_CD = exchange.dispatch(grad_TD, this.crossing, this.row_AK)
+  def round_grads(
+    index: Array | int, this: _Round, replicas: replicate.Replicas
+  ) -> tuple[_Grads, ExpertWeights]:
+    assert this.hidden is not None
+    grad_CD = this.crossing.dispatch(grad_TD)
     grads = experts.expert_backward(
       grad_CD,
       this.gate_C,
       this.rows_CD,
       this.hidden,
-      home,
-      replica,
+      replicas.home,
+      replicas,
       _round_sizes(static, routing, index),
       static.activation,
+      implementations=static.implementations,
     )
-    return _Grads(
-      exchange.combine(grads.rows_CD, jnp.ones_like(this.gate_C), this.crossing, this.row_AK),
-      exchange.collect(grads.gate_C, this.crossing, this.row_AK),
-      grads.home,
-      grads.replica,
+    round_total = _Grads(
+      this.crossing.combine(grads.rows_CD, None), this.crossing.collect(grads.gate_C), grads.home
     )
+    return round_total, grads.copies
+
+  total, copies = round_grads(0, first, replicas)
+  replicas = dataclasses.replace(replicas, known=copies)
 
   def add_round(index: Array, total: _Grads) -> _Grads:
-    _, this = _run_round(static, x_TD, gate_TK, home, replica, routing, index)
-    return jax.tree.map(jnp.add, total, round_grads(index, this))
+    _, this = _run_round(static, x_TD, gate_TK, replicas, routing, index, keep_hidden=True)
+    return jax.tree.map(jnp.add, total, round_grads(index, this, replicas)[0])
 
-  total = round_grads(0, first)
   if routing.rounds is not None:
     total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, total)
-  home_grads = replicate.reduce_replicas(
-    total.replica,
-    total.home,
-    routing.replica_expert_GS,
-    axis_name=static.axis_name,
-    domain_size=static.domain_size,
-  )
-  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), home_grads, weights)
-  return total.x_TD.astype(x_TD.dtype), total.gate_TK, weight_grads, None
+  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), total.home, weights)
+  return total.x_TD, total.gate_TK, weight_grads, None
 
 
 _experts_on_tokens.defvjp(_forward, _backward)
 
 
-def _operands(
+def _replicas(
   static: _Static, dtype: jnp.dtype, weights: ExpertWeights, routing: _Routing
-) -> tuple[ExpertWeights, ExpertWeights]:
-  """The home weights in the compute dtype and this rank's replicas of others'."""
-  home = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-  replica = replicate.replicate(
-    home,
+) -> replicate.Replicas:
+  """The home weights in the compute dtype, and the way to their copies."""
+  return replicate.Replicas(
+    jax.tree.map(lambda leaf: leaf.astype(dtype), weights),
     routing.replica_expert_GS,
-    axis_name=static.axis_name,
-    domain_size=static.domain_size,
+    routing.parent_GS,
+    static.axis_name,
+    static.domain_size,
+    static.implementations,
   )
-  return home, replica
 
 
 def _run_round(
   static: _Static,
   x_TD: Array,
   gate_TK: Array,
-  home: ExpertWeights,
-  replica: ExpertWeights,
+  replicas: replicate.Replicas,
   routing: _Routing,
   index: Array | int,
+  keep_hidden: bool,
 ) -> tuple[Array, _Round]:
   """Dispatches one round's tokens and runs their experts."""
-  crossing = exchange.cross(routing.routes, index, static.capacity, static.axis_name)
-  row_AK = exchange.announce_rows(crossing)
-  rows_CD = exchange.dispatch(x_TD, crossing, row_AK)
-  gate_C = exchange.spread(gate_TK, crossing, row_AK)
-  out_CD, hidden = experts.expert_forward(
-    rows_CD, home, replica, _round_sizes(static, routing, index), static.activation
+  crossing = exchange.cross(
+    routing.routes,
+    index,
+    static.capacity,
+    static.axis_name,
+    width=x_TD.shape[1],
+    dtype=x_TD.dtype,
+    implementations=static.implementations,
   )
-  return out_CD, _Round(crossing, row_AK, rows_CD, gate_C, hidden)
+  rows_CD = crossing.dispatch(x_TD)
+  gate_C = crossing.spread(gate_TK)
+  out_CD, hidden = experts.expert_forward(
+    rows_CD,
+    replicas.home,
+    replicas.copies(),
+    _round_sizes(static, routing, index),
+    static.activation,
+    keep_hidden=keep_hidden,
+    implementations=static.implementations,
+  )
+  return out_CD, _Round(crossing, rows_CD, gate_C, hidden)
 
 
 def _round_sizes(static: _Static, routing: _Routing, index: Array | int) -> Array:

@@ -16,9 +16,11 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ultraep_jax import exact, greedy
+from pallas_kernels.plan_quota import plan_quota
+from ultraep_jax import exact, greedy, implementation
 from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.integers import (
   INT32_MAX,
   ceil_div,
@@ -44,6 +46,7 @@ class _Setup(NamedTuple):
   transfer: Literal["auto", "direct", "relay"]
   by_time: bool
   target: float | None
+  steps: tuple[int, ...] = _STEPS
 
   @property
   def count_copies(self) -> bool:
@@ -71,7 +74,7 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
     load_GE: ``[G, E]`` int32, assignments of each source rank to each expert, not negative. The
       total must fit int32; a concrete matrix is checked, a traced one is not.
     config: ``replica_slots``, ``objective``, ``target``, ``min_tokens_per_replica``,
-      ``domain_size`` and ``transfer`` are used.
+      ``domain_size``, ``transfer`` and ``implementation`` are used.
     cost: what copies and rounds cost; needed by ``objective="time"``, else not used. Values
       from 2^31 count as 2^31 − 1.
 
@@ -83,6 +86,7 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
     TypeError: ``load_GE`` is not int32.
     ValueError: a shape, ``domain_size``, a load or the total is not as described, or the cost is
       missing.
+    NotImplementedError: ``implementation="mosaic_gpu"`` for sizes that the kernels do not hold.
 
   >>> import jax.numpy as jnp
   >>> config = BalanceConfig(replica_slots=1, objective="balance")
@@ -92,7 +96,49 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   >>> plan.quota.tolist()
   [[3, 5], [4, 0], [0, 1], [0, 1]]
   """
-  _check_load(load_GE)
+  check_load(load_GE)
+  arguments = (load_GE, *set_up(load_GE, config, cost))
+  candidates = {
+    "mosaic_gpu": lambda: _plan_on_gpu(*arguments),
+    "portable": lambda: _plan(*arguments),
+  }
+  return first_that_can(_implementations(config, arguments[1]), candidates)
+
+
+def home_quota(load_GE: Array) -> Array:
+  """``[E, G]`` int32: every assignment runs on its expert's home.
+
+  Raises:
+    TypeError: ``load_GE`` is not int32.
+    ValueError: a shape, a load or the total is not as in ``plan_quotas``.
+  """
+  check_load(load_GE)
+  num_ranks = load_GE.shape[0]
+  no_GS = jnp.zeros((num_ranks, 0), jnp.int32)
+  return _quota(jnp.sum(load_GE, axis=0, dtype=jnp.int32), num_ranks, no_GS, no_GS)
+
+
+def check_load(load_GE: Array) -> None:
+  """Raises if a load matrix is not as in ``plan_quotas``; a traced one is checked for its shape."""
+  check_array("load_GE", load_GE, ("G", "E"), np.int32)
+  num_ranks, num_experts = load_GE.shape
+  if load_GE.size == 0 or num_experts % num_ranks:
+    raise ValueError(
+      f"load_GE: expected shape [G, E], E a positive multiple of G, got {list(load_GE.shape)}"
+    )
+  if isinstance(load_GE, Tracer) or not getattr(load_GE, "is_fully_addressable", True):
+    return
+  values = np.asarray(load_GE)
+  if values.min() < 0:
+    raise ValueError(f"load_GE: expected loads of at least 0, got {values.min()}")
+  total = values.sum(dtype=np.int64)
+  if total > INT32_MAX:
+    raise ValueError(f"load_GE: expected a total below 2**31, got {total}")
+
+
+def set_up(
+  load_GE: Array, config: BalanceConfig, cost: PlanCost | None
+) -> tuple[_Setup, PlanCost | None]:
   num_ranks, _ = load_GE.shape
   domain_size = num_ranks if config.domain_size is None else config.domain_size
   if num_ranks % domain_size:
@@ -108,37 +154,14 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
     target=config.target,
   )
   # By balance the cost is dropped, so that it cannot cause another compilation.
-  return _plan(load_GE, setup, _as_int32(cost) if setup.by_time else None)
+  return setup, _as_int32(cost) if setup.by_time else None
 
 
-def home_quota(load_GE: Array) -> Array:
-  """``[E, G]`` int32: every assignment runs on its expert's home.
-
-  Raises:
-    TypeError: ``load_GE`` is not int32.
-    ValueError: a shape, a load or the total is not as in ``plan_quotas``.
-  """
-  _check_load(load_GE)
-  num_ranks = load_GE.shape[0]
-  no_GS = jnp.zeros((num_ranks, 0), jnp.int32)
-  return _quota(jnp.sum(load_GE, axis=0, dtype=jnp.int32), num_ranks, no_GS, no_GS)
-
-
-def _check_load(load_GE: Array) -> None:
-  check_array("load_GE", load_GE, ("G", "E"), np.int32)
-  num_ranks, num_experts = load_GE.shape
-  if load_GE.size == 0 or num_experts % num_ranks:
-    raise ValueError(
-      f"load_GE: expected shape [G, E], E a positive multiple of G, got {list(load_GE.shape)}"
-    )
-  if isinstance(load_GE, Tracer) or not getattr(load_GE, "is_fully_addressable", True):
-    return
-  values = np.asarray(load_GE)
-  if values.min() < 0:
-    raise ValueError(f"load_GE: expected loads of at least 0, got {values.min()}")
-  total = values.sum(dtype=np.int64)
-  if total > INT32_MAX:
-    raise ValueError(f"load_GE: expected a total below 2**31, got {total}")
+def _implementations(config: BalanceConfig, setup: _Setup) -> Implementations:
+  """Without room for replicas there is nothing for a kernel to do."""
+  if setup.num_slots == 0 or setup.domain_size == 1:
+    return ("portable",)
+  return implementation.resolve(config.implementation)
 
 
 def _as_int32(cost: PlanCost | None) -> PlanCost | None:
@@ -162,13 +185,59 @@ def _plan(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
     tokens_NRS = jnp.zeros_like(expert_NRS)
   else:
     expert_NRS, tokens_NRS = _best_placement(load_NRM, setup, cost)
-  first_N = jnp.arange(domains, dtype=jnp.int32) * (setup.domain_size * per_rank)
-  expert_NRS = jnp.where(expert_NRS < 0, -1, expert_NRS + first_N[:, None, None])
-  expert_GS = expert_NRS.reshape(num_ranks, setup.num_slots)
-  tokens_GS = tokens_NRS.reshape(num_ranks, setup.num_slots)
-  quota_EG = _quota(load_E, num_ranks, expert_GS, tokens_GS)
-  parent_GS = transfer_tree(expert_GS, num_experts=num_experts, transfer=setup.transfer)
-  return Plan(expert_GS, quota_EG, parent_GS)
+  return plan_slots(
+    load_E, join_domains(expert_NRS, per_rank), join_domains(tokens_NRS), setup.transfer
+  )
+
+
+def join_domains(value_NRS: Array, per_rank: int = 0) -> Array:
+  """``[G, S]`` from domains; experts are counted over all of them if a rank has ``per_rank``."""
+  domains, size, num_slots = value_NRS.shape
+  first_N = jnp.arange(domains, dtype=jnp.int32) * (size * per_rank)
+  value_NRS = jnp.where(value_NRS < 0, -1, value_NRS + first_N[:, None, None])
+  return value_NRS.reshape(domains * size, num_slots)
+
+
+def plan_slots(
+  load_E: Array,
+  replica_expert_GS: Array,
+  tokens_GS: Array,
+  transfer: Literal["auto", "direct", "relay"],
+) -> Plan:
+  """The plan in which replicas serve their tokens and homes what remains.
+
+  Args:
+    load_E: ``[E]`` int32, assignments of each expert.
+    replica_expert_GS: ``[G, S]`` int32, the expert in each slot, −1 if empty.
+    tokens_GS: ``[G, S]`` int32, what the slot serves, 0 if empty; of an expert no more than its
+      load.
+    transfer: as in ``BalanceConfig``.
+  """
+  num_ranks, (num_experts,) = replica_expert_GS.shape[0], load_E.shape
+  quota_EG = _quota(load_E, num_ranks, replica_expert_GS, tokens_GS)
+  parent_GS = transfer_tree(replica_expert_GS, num_experts=num_experts, transfer=transfer)
+  return Plan(replica_expert_GS, quota_EG, parent_GS)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _plan_on_gpu(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
+  """What ``_plan`` computes, bit for bit, by kernels for Hopper.
+
+  Raises:
+    NotImplementedError: a size that the kernels do not hold, or nothing to plan.
+  """
+  planned = plan_quota(
+    load_GE,
+    domain_size=setup.domain_size,
+    num_slots=setup.num_slots,
+    min_tokens=setup.min_tokens,
+    transfer=setup.transfer,
+    by_time=setup.by_time,
+    target=setup.target,
+    cost=None if cost is None else jnp.stack(cost),
+    steps=setup.steps,
+  )
+  return Plan(*planned)
 
 
 def _quota(load_E: Array, num_ranks: int, expert_GS: Array, tokens_GS: Array) -> Array:
@@ -233,7 +302,7 @@ def _thresholds(
   span_N = busiest_N - mean_N
   # span * step / 2^15 rounded up, without an intermediate product beyond int32.
   high_N1, low_N1 = (span_N >> 15)[:, None], (span_N & 0x7FFF)[:, None]
-  step_1T = jnp.array(_STEPS, jnp.int32)[None, :]
+  step_1T = jnp.array(setup.steps, jnp.int32)[None, :]
   spaced_NT = mean_N[:, None] + high_N1 * step_1T + ((low_N1 * step_1T + 0x7FFF) >> 15)
   special = [mean_N]
   if setup.target is not None:

@@ -1,68 +1,70 @@
 """Copies of hot experts' weights to replica slots, and the adjoint: their gradients home.
 
-The portable form passes buffers round a ring. The buffer for a rank starts at the farthest
-home that owes it a copy; every home it passes puts its experts in; it arrives complete. It
-needs the memory of one rank's replicas, moves any dtype bit for bit, and makes as many hops
-as the plan's longest transfer needs, none for an empty plan. A hop moves all S slots, filled
-or not, so the ring suits domains of up to about a node; it ignores the plan's transfer trees.
-The adjoint walks the same ring backwards, so every home adds its replicas' gradients in the
-same order every time.
+The kernels push copies along the plan's transfer trees, and sum gradients along them backwards;
+in the backward pass both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
+from pallas_kernels import reduce_replicas as reduce_kernel
+from pallas_kernels import replicate as replicate_kernel
+from pallas_kernels.tiles import Transfer, Tuning
+from ultraep_jax import ring_replicate
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array
 
 
 def replicate[T](
-  home: T, replica_expert_GS: Array, *, axis_name: str, domain_size: int | None = None
+  home: T,
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  domain_size: int | None = None,
+  implementations: Implementations = ("portable",),
 ) -> T:
   """Fills every rank's replica slots with copies of their experts' arrays.
 
   Args:
     home: a pytree of ``[M, ...]`` arrays of any dtypes, this rank's home experts.
     replica_expert_GS: ``[G, S]`` int32, the plan's placement (−1: empty slot).
+    parent_GS: ``[G, S]`` int32, the plan's transfer trees.
     axis_name: the expert mesh axis.
     domain_size: ranks per domain; copies stay inside. ``None``: all ranks.
+    implementations: what to try, in order.
 
   Returns:
-    The same pytree of ``[S, ...]`` arrays; empty slots are zero.
+    The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included.
+
+  Raises:
+    NotImplementedError: none of the implementations can.
   """
-  num_slots = replica_expert_GS.shape[1]
-  axes = varying_axes(home, replica_expert_GS) | {axis_name}
-  replica = jax.tree.map(
-    lambda leaf: to_varying(jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), axes), home
-  )
-  if not num_slots:
-    return replica
-  num_home = jax.tree.leaves(home)[0].shape[0]
-  ring = _Ring.of(replica_expert_GS, num_home, axis_name, domain_size)
 
-  def hop(i: Array, replica: T) -> T:
-    expert_S = replica_expert_GS[ring.downstream(ring.hops - i)]
-    mine_S = ring.is_home(expert_S)
+  def push() -> T:
+    leaves, tree = jax.tree.flatten(home)
+    copies = replicate_kernel.replicate(leaves, replica_expert_GS, parent_GS, axis_name=axis_name)
+    return jax.tree.unflatten(tree, copies)
 
-    def put_and_pass(home_leaf: Array, leaf: Array) -> Array:
-      mine = mine_S.reshape(-1, *[1] * (leaf.ndim - 1))
-      return ring.shift(jnp.where(mine, home_leaf[expert_S % num_home], leaf), 1)
-
-    return jax.tree.map(put_and_pass, home, replica)
-
-  return lax.fori_loop(jnp.int32(0), ring.hops, hop, replica)
+  candidates = {
+    "mosaic_gpu": push,
+    "portable": lambda: ring_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
+  }
+  return first_that_can(implementations, candidates)
 
 
 def reduce_replicas[T](
   replica: T,
   home: T,
   replica_expert_GS: Array,
+  parent_GS: Array,
   *,
   axis_name: str,
   domain_size: int | None = None,
+  implementations: Implementations = ("portable",),
 ) -> T:
   """Adds every replica slot's gradient to its expert's home gradient, in a fixed order.
 
@@ -71,65 +73,133 @@ def reduce_replicas[T](
     home: the same pytree of ``[M, ...]`` gradients of this rank's home experts.
     replica_expert_GS: as for ``replicate``.
     axis_name: the expert mesh axis.
+    parent_GS: as for ``replicate``.
     domain_size: as for ``replicate``.
+    implementations: as for ``replicate``.
 
   Returns:
-    The home gradients with all replicas' added: those of the next rank of the ring first.
+    The home gradients with all replicas' added.
+
+  Raises:
+    NotImplementedError: none of the implementations can.
   """
-  if not replica_expert_GS.shape[1]:
-    return home
-  num_home = jax.tree.leaves(home)[0].shape[0]
-  ring = _Ring.of(replica_expert_GS, num_home, axis_name, domain_size)
-  axes = varying_axes(replica, home, replica_expert_GS) | {axis_name}
 
-  def hop(i: Array, carry: tuple[T, T]) -> tuple[T, T]:
-    replica, home = carry
-    replica = jax.tree.map(lambda leaf: ring.shift(leaf, -1), replica)
-    expert_S = replica_expert_GS[ring.downstream(i + 1)]
-    target_S = jnp.where(ring.is_home(expert_S), expert_S % num_home, num_home)
+  def push() -> T:
+    leaves, tree = jax.tree.flatten(home)
+    sums = reduce_kernel.reduce_replicas(
+      jax.tree.leaves(replica), leaves, replica_expert_GS, parent_GS, axis_name=axis_name
+    )
+    return jax.tree.unflatten(tree, sums)
 
-    def add(home_leaf: Array, leaf: Array) -> Array:
-      return home_leaf.at[target_S].add(leaf.astype(home_leaf.dtype), mode="drop")
-
-    return replica, jax.tree.map(add, home, replica)
-
-  carry = to_varying((replica, home), axes)
-  return lax.fori_loop(jnp.int32(0), ring.hops, hop, carry)[1]
+  candidates = {
+    "mosaic_gpu": push,
+    "portable": lambda: ring_replicate.reduce_replicas(
+      replica, home, replica_expert_GS, axis_name, domain_size
+    ),
+  }
+  return first_that_can(implementations, candidates)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
-  """The ranks of this rank's domain in a ring, and how far the plan's copies travel on it."""
+class Replicas:
+  """A plan's copies of weights, and the way home of their gradients, in either of two ways.
 
+  ``copies`` and ``reduce`` move them and are done. ``copying`` and ``reducing`` give a transfer to
+  run beside a matmul, where kernels can, else ``None``.
+
+  Attributes:
+    home: ``[M, ...]`` weights of this rank's home experts, a pytree.
+    replica_expert_GS: ``[G, S]`` int32, the plan's placement.
+    parent_GS: ``[G, S]`` int32, the plan's transfer trees.
+    axis_name: the expert mesh axis.
+    domain_size: ranks per domain; ``None``: all.
+    implementations: what to try, in order.
+    known: the copies, once they are there.
+  """
+
+  home: Any
+  replica_expert_GS: Array
+  parent_GS: Array
   axis_name: str
-  size: int
-  num_home: int
-  rank: Array
-  hops: Array  # the longest transfer of any plan on the mesh: every rank makes as many hops
+  domain_size: int | None
+  implementations: Implementations
+  known: Any = None
 
-  @classmethod
-  def of(
-    cls, replica_expert_GS: Array, num_home: int, axis_name: str, domain_size: int | None
-  ) -> "_Ring":
-    num_ranks = replica_expert_GS.shape[0]
-    size = num_ranks if domain_size is None else domain_size
-    holder_G1 = jnp.arange(num_ranks, dtype=jnp.int32)[:, None]
-    distance_GS = (holder_G1 - replica_expert_GS // num_home) % size
-    longest = jnp.max(jnp.where(replica_expert_GS >= 0, distance_GS, 0))
-    return cls(axis_name, size, num_home, lax.axis_index(axis_name), mesh_max(longest))
+  def copies(self) -> Any:
+    """The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included."""
+    if self.known is not None:
+      return self.known
+    return replicate(
+      self.home,
+      self.replica_expert_GS,
+      self.parent_GS,
+      axis_name=self.axis_name,
+      domain_size=self.domain_size,
+      implementations=self.implementations,
+    )
 
-  def downstream(self, distance: Array) -> Array:
-    """The rank of this domain that many hops further on."""
-    base = self.rank // self.size * self.size
-    return base + (self.rank - base + distance) % self.size
+  def copying(self) -> Transfer | None:
+    """Brings the leaves of ``copies`` beside a matmul that does not need them."""
+    if self.known is not None:
+      return None
 
-  def is_home(self, expert_S: Array) -> Array:
-    return (expert_S >= 0) & (expert_S // self.num_home == self.rank)
+    def transfer() -> Transfer | None:
+      leaves, tree = jax.tree.flatten(self.home)
+      return _mapped(
+        replicate_kernel.replication(
+          leaves,
+          self.replica_expert_GS,
+          self.parent_GS,
+          axis_name=self.axis_name,
+          tuning=_COPYING,
+        ),
+        tree.unflatten,
+      )
 
-  def shift(self, leaf: Array, step: int) -> Array:
-    num_ranks = lax.axis_size(self.axis_name)
-    pairs = []
-    for rank in range(num_ranks):
-      base = rank // self.size * self.size
-      pairs.append((rank, base + (rank - base + step) % self.size))
-    return lax.ppermute(leaf, self.axis_name, pairs)
+    candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
+    return first_that_can((*self.implementations, "portable"), candidates)
+
+  def reduce(self, replica_grads: Any, home_grads: Any) -> Any:
+    """The gradients of the homes with those of all their copies added."""
+    return reduce_replicas(
+      replica_grads,
+      home_grads,
+      self.replica_expert_GS,
+      self.parent_GS,
+      axis_name=self.axis_name,
+      domain_size=self.domain_size,
+      implementations=self.implementations,
+    )
+
+  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None:
+    """``reduce`` beside a matmul that does not need its result."""
+
+    def transfer() -> Transfer | None:
+      leaves, tree = jax.tree.flatten(home_grads)
+      return _mapped(
+        reduce_kernel.reduction(
+          jax.tree.leaves(replica_grads),
+          leaves,
+          self.replica_expert_GS,
+          self.parent_GS,
+          axis_name=self.axis_name,
+          tuning=_REDUCING,
+        ),
+        tree.unflatten,
+      )
+
+    candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
+    return first_that_can((*self.implementations, "portable"), candidates)
+
+
+# Beside a matmul there is time: few SMs with large tiles. Three workers, as its kernels have.
+_COPYING = Tuning(blocks=12, workers=3, tile_bytes=16 * 1024)
+_REDUCING = Tuning(blocks=16, workers=3, tile_bytes=32 * 1024)
+
+
+def _mapped(transfer: Transfer | None, function: Callable[[Any], Any]) -> Transfer | None:
+  """A transfer with a function applied to its result."""
+  if transfer is None:
+    return None
+  finish = transfer.finish
+  return dataclasses.replace(transfer, finish=lambda results: function(finish(results)))

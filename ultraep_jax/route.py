@@ -12,14 +12,23 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.route_rows import route_rows
+from ultraep_jax import implementation
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.implementation import first_that_can
 from ultraep_jax.load import drop_invalid, position_in_group
 from ultraep_jax.types import Array, Plan, Routes
 
+_ROW_UNIT = 8
+
 
 def row_capacity(tokens: int, top_k: int, num_ranks: int, config: BalanceConfig) -> int:
-  """C, the rows that a rank computes in one round; never more than there are assignments."""
-  return min(math.ceil(tokens * top_k * config.capacity_factor), num_ranks * tokens * top_k)
+  """C, the rows that a rank computes in one round, a multiple of 8 as the kernels need.
+
+  Never more than there are assignments, rounded up.
+  """
+  rows = min(math.ceil(tokens * top_k * config.capacity_factor), num_ranks * tokens * top_k)
+  return -(-rows // _ROW_UNIT) * _ROW_UNIT
 
 
 def slot_experts(plan: Plan) -> Array:
@@ -47,7 +56,7 @@ def route_tokens(
     load_GE: ``[G, E]`` int32, the load matrix of all ranks.
     plan: the plan for that matrix.
     rank: this rank.
-    config: gives the rows per round.
+    config: gives the rows per round and the implementation.
 
   Returns:
     The routes of this rank; memory is O(E·G + T·K).
@@ -60,6 +69,18 @@ def route_tokens(
     raise ValueError(f"load_GE: expected shape {(num_ranks, num_experts)}, got {load_GE.shape}")
   if expert_index_TK.ndim != 2:
     raise ValueError(f"expert_index_TK: expected 2 axes, got shape {expert_index_TK.shape}")
+  arguments = (expert_index_TK, load_GE, plan, rank, config)
+  candidates = {
+    "mosaic_gpu": lambda: _route_on_gpu(*arguments),
+    "portable": lambda: _route(*arguments),
+  }
+  return first_that_can(implementation.resolve(config.implementation), candidates)
+
+
+def _route(
+  expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int, config: BalanceConfig
+) -> Routes:
+  num_experts, num_ranks = plan.quota.shape
   rank = jnp.asarray(rank, jnp.int32)
   lines = _expert_lines(load_GE, plan, rank)
 
@@ -88,6 +109,30 @@ def route_tokens(
     group_size_P=size_GP[rank],
     num_rounds=jnp.maximum(1, -(-busiest // capacity)).astype(jnp.int32),
   )
+
+
+def _route_on_gpu(
+  expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int, config: BalanceConfig
+) -> Routes:
+  """What ``_route`` computes, bit for bit, by kernels for Hopper.
+
+  Raises:
+    NotImplementedError: nothing to route, or more experts than the kernels hold.
+  """
+  (tokens, top_k), (num_experts, num_ranks) = expert_index_TK.shape, plan.quota.shape
+  replica_GS = plan.replica_expert
+  num_slots = num_experts // num_ranks + replica_GS.shape[1]
+  if not replica_GS.shape[1]:  # the kernel wants a slot, if an empty one
+    replica_GS = jnp.full((num_ranks, 1), -1, jnp.int32)
+  dest_TK, row_TK, size_P, num_rounds = route_rows(
+    expert_index_TK.astype(jnp.int32),
+    load_GE,
+    replica_GS,
+    plan.quota,
+    jnp.asarray(rank, jnp.int32),
+    capacity=row_capacity(tokens, top_k, num_ranks, config),
+  )
+  return Routes(dest_TK, row_TK, size_P[:num_slots], num_rounds)
 
 
 class _Lines(NamedTuple):

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.load import expert_load
 from ultraep_jax.relay import egress_per_rank
+from ultraep_jax.route import slot_sizes
 from ultraep_jax.types import Array, ExpertWeights, LayerStats, Plan, Routes
 
 
@@ -42,14 +44,16 @@ def layer_stats(
   rank = lax.axis_index(axis_name)
   remote = (routes.dest_TK >= 0) & (routes.dest_TK != rank)
   invalid = (expert_index_TK < -1) | (expert_index_TK >= num_experts)
-  counts = jnp.stack(
-    [jnp.sum(flag, dtype=jnp.int32) for flag in (remote, expert_index_TK == -1, invalid)]
-  )
-  counts = lax.psum(counts, axis_name)
+  flags = (remote, expert_index_TK == -1, invalid)
+  counts = jnp.stack([jnp.sum(flag, dtype=jnp.int32) for flag in flags])
+  sent_G = expert_load(routes.dest_TK, num_ranks)
+  counts = lax.psum(jnp.concatenate([counts, sent_G]), axis_name)
   return LayerStats(
+    load_GE=load_GE,
     expert_load_E=expert_load_E,
     load_before_G=before_G,
-    load_after_G=jnp.sum(plan.quota, axis=0, dtype=jnp.int32),
+    load_planned_G=jnp.sum(plan.quota, axis=0, dtype=jnp.int32),
+    load_after_G=counts[len(flags) :],
     load_floor=-(-jnp.max(domain_load) // domain),
     replicas=replicas,
     max_fanout=jnp.max(egress_per_rank(plan.parent)),
@@ -58,4 +62,7 @@ def layer_stats(
     rounds=rounds,
     masked=counts[1],
     invalid=counts[2],
+    replica_expert_GS=plan.replica_expert,
+    replica_parent_GS=plan.parent,
+    replica_load_GS=slot_sizes(plan)[:, num_experts // num_ranks :],
   )

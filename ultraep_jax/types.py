@@ -103,9 +103,11 @@ class LayerStats(NamedTuple):
   """What one layer did with one batch. ``sharded_moe`` adds a leading axis of token groups.
 
   Attributes:
+    load_GE: ``[G, E]`` int32, the load matrix.
     expert_load_E: ``[E]`` int32, assignments per expert.
     load_before_G: ``[G]`` int32, assignments that home placement would give each rank.
-    load_after_G: ``[G]`` int32, assignments that each rank computed.
+    load_planned_G: ``[G]`` int32, assignments that the plan gives each rank.
+    load_after_G: ``[G]`` int32, assignments that went to each rank, counted where they come from.
     load_floor: ``[]`` int32, the least busiest load that replication inside domains can reach.
     replicas: ``[]`` int32, filled replica slots.
     max_fanout: ``[]`` int32, the most copies that one rank sends along the plan's trees.
@@ -114,10 +116,17 @@ class LayerStats(NamedTuple):
     rounds: ``[]`` int32, rounds that were run.
     masked: ``[]`` int32, assignments with index −1.
     invalid: ``[]`` int32, assignments with an index below −1 or at least E, treated as masked.
+    replica_expert_GS: ``[G, S]`` int32, the expert whose copy fills the slot, −1 if empty.
+    replica_parent_GS: ``[G, S]`` int32, the rank that sends the slot its copy along the plan's
+      trees, −1 if empty.
+    replica_load_GS: ``[G, S]`` int32, assignments that the plan gives the slot; of an expert's
+      load, its home keeps what its copies do not serve.
   """
 
+  load_GE: Array
   expert_load_E: Array
   load_before_G: Array
+  load_planned_G: Array
   load_after_G: Array
   load_floor: Array
   replicas: Array
@@ -127,6 +136,9 @@ class LayerStats(NamedTuple):
   rounds: Array
   masked: Array
   invalid: Array
+  replica_expert_GS: Array
+  replica_parent_GS: Array
+  replica_load_GS: Array
 
   def scalars(self, prefix: str = "") -> dict[str, Array]:
     """A flat dict of float32 scalars, ready for TensorBoard or wandb.

@@ -62,7 +62,7 @@ def zipf_loads(
   probability_GM = _zipf_probability(num_experts, num_ranks, top_k, ratio)
   if shuffle:
     probability_GM = rng.permuted(rng.permutation(probability_GM), axis=1)
-  return _loads(rng, probability_GM, num_ranks, tokens)
+  return sample_loads(rng, probability_GM, num_ranks, tokens)
 
 
 def flat_loads(
@@ -93,7 +93,7 @@ def flat_loads(
   probability_GM = np.full((num_ranks, num_experts // num_ranks), top_k / num_experts)
   hot = int(rng.integers(num_ranks)) if shuffle else 0
   probability_GM *= np.where(np.arange(num_ranks) == hot, ratio, cold)[:, None]
-  return _loads(rng, probability_GM, num_ranks, tokens)
+  return sample_loads(rng, probability_GM, num_ranks, tokens)
 
 
 def balanced_loads(
@@ -108,7 +108,7 @@ def balanced_loads(
   """
   _check(num_experts, num_ranks, tokens, top_k)
   probability_E = np.full(num_experts, top_k / num_experts)
-  return _loads(np.random.default_rng(seed), probability_E, num_ranks, tokens)
+  return sample_loads(np.random.default_rng(seed), probability_E, num_ranks, tokens)
 
 
 def all_to_one_loads(
@@ -200,7 +200,7 @@ def adversarial_loads(
     weight_GM *= (1.0 + rank_G1) * (1.0 + np.arange(num_home))
   weight_GM = rng.permuted(rng.permutation(weight_GM), axis=1)
   probability_GM = _capped(weight_GM, top_k)
-  return _loads(rng, probability_GM, num_ranks, tokens)
+  return sample_loads(rng, probability_GM, num_ranks, tokens)
 
 
 def expert_indices(seed: int, load_GE: np.ndarray, top_k: int) -> np.ndarray:
@@ -295,12 +295,21 @@ def _round(probability: np.ndarray, count: int) -> np.ndarray:
   return np.diff(whole.astype(np.int64))
 
 
-def _loads(
+def sample_loads(
   rng: np.random.Generator, probability: np.ndarray, num_ranks: int, tokens: int
 ) -> np.ndarray:
-  """Loads with these probabilities of an expert (``[E]`` or ``[G, M]``) being in a token.
+  """Loads of experts with given probabilities of being in a token.
 
   The totals are divided over the sources evenly, then mixed by exchanges that keep all sums.
+
+  Args:
+    rng: where the mixing is drawn from; the totals are not random.
+    probability: ``[E]`` or ``[G, M]`` in [0, 1], with sum K.
+    num_ranks: G.
+    tokens: T.
+
+  Returns:
+    ``load_GE``, ``[G, E]`` int32.
   """
   total_E = _round(probability, num_ranks * tokens)
   end_E = np.cumsum(total_E)

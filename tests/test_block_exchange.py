@@ -1,36 +1,17 @@
 """Tokens reach every row they feed and come back once, in one step or many."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assignments import mesh, random_routes
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import exchange
+from ultraep_jax import block_exchange
+from ultraep_jax.block_exchange import BlockCrossing
 from ultraep_jax.types import Routes
 
 WIDTH = 3
-
-
-def mesh(ranks):
-  return jax.make_mesh(
-    (ranks,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks]
-  )
-
-
-def random_routes(rng, ranks, tokens, top_k, favourite=None):
-  """Random destinations with rows that number each rank's assignments, in random order."""
-  dest = rng.integers(0, ranks, size=(ranks, tokens, top_k))
-  if favourite is not None:
-    dest[:] = favourite
-  dest = np.where(rng.random(dest.shape) < 0.1, -1, dest)
-  row = np.zeros_like(dest)
-  for rank in range(ranks):
-    mine = dest == rank
-    row[mine] = rng.permutation(mine.sum())
-  return dest.astype(np.int32), row.astype(np.int32)
 
 
 CASES = [
@@ -50,11 +31,10 @@ def run(ranks, capacity, function, dest, row, *args, index=0):
 
   def local(dest_TK, row_TK, *args):
     routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
-    crossing = exchange.cross(routes, index, capacity, "expert")
-    return function(*args, crossing, exchange.announce_rows(crossing))
+    return function(block_exchange.cross(routes, index, capacity, "expert"), *args)
 
   sharded = jax.shard_map(
-    local, mesh=mesh(ranks), in_specs=(spec,) * (2 + len(args)), out_specs=spec
+    local, mesh=mesh((ranks, "expert")), in_specs=(spec,) * (2 + len(args)), out_specs=spec
   )
   flat = [jnp.asarray(a.reshape(-1, *a.shape[2:])) for a in (dest, row, *args)]
   return np.asarray(jax.jit(sharded)(*flat))
@@ -83,8 +63,8 @@ def test_dispatch_and_spread(problem):
   ranks, tokens, _ = dest.shape
   x = rng.normal(size=(ranks, tokens, WIDTH)).astype(np.float32)
   gate = rng.normal(size=dest.shape).astype(np.float32)
-  rows = run(ranks, capacity, exchange.dispatch, dest, row, x).reshape(ranks, capacity, WIDTH)
-  gates = run(ranks, capacity, exchange.spread, dest, row, gate).reshape(ranks, capacity)
+  rows = run(ranks, capacity, BlockCrossing.dispatch, dest, row, x).reshape(ranks, capacity, WIDTH)
+  gates = run(ranks, capacity, BlockCrossing.spread, dest, row, gate).reshape(ranks, capacity)
   for rank, at in np.ndindex(ranks, capacity):
     source, token, choice = feeding(dest, row, ranks, capacity)[rank, at]
     fed = source >= 0
@@ -99,8 +79,10 @@ def test_combine_and_collect(problem):
   gate = rng.integers(-3, 3, size=(ranks, capacity)).astype(np.float32)
   used = feeding(dest, row, ranks, capacity)[..., 0] >= 0
   rows[~used], gate[~used] = np.nan, np.nan  # unused rows may hold anything
-  y = run(ranks, capacity, exchange.combine, dest, row, rows, gate).reshape(ranks, tokens, WIDTH)
-  value = run(ranks, capacity, exchange.collect, dest, row, gate).reshape(dest.shape)
+  y = run(ranks, capacity, BlockCrossing.combine, dest, row, rows, gate).reshape(
+    ranks, tokens, WIDTH
+  )
+  value = run(ranks, capacity, BlockCrossing.collect, dest, row, gate).reshape(dest.shape)
   expected_y = np.zeros_like(y)
   expected_value = np.zeros(dest.shape, np.float32)
   for index in np.ndindex(*dest.shape):
@@ -117,10 +99,10 @@ def test_a_round_takes_its_rows_only():
   dest, row = random_routes(rng, 4, 12, 2)
   x = rng.normal(size=(4, 12, WIDTH)).astype(np.float32)
   most = int(row.max()) + 1
-  whole = run(4, most, exchange.dispatch, dest, row, x).reshape(4, most, WIDTH)
+  whole = run(4, most, BlockCrossing.dispatch, dest, row, x).reshape(4, most, WIDTH)
   capacity = -(-most // 3)
   parts = [
-    run(4, capacity, exchange.dispatch, dest, row, x, index=i).reshape(4, capacity, WIDTH)
+    run(4, capacity, BlockCrossing.dispatch, dest, row, x, index=i).reshape(4, capacity, WIDTH)
     for i in range(3)
   ]
   np.testing.assert_array_equal(np.concatenate(parts, axis=1)[:, :most], whole)
@@ -128,7 +110,7 @@ def test_a_round_takes_its_rows_only():
 
 def test_one_favourite_needs_several_steps_and_balance_one():
   def steps(dest, row):
-    return run(8, 64, lambda crossing, row_AK: jnp.broadcast_to(crossing.steps, (1,)), dest, row)
+    return run(8, 64, lambda crossing: jnp.broadcast_to(crossing.steps, (1,)), dest, row)
 
   rng = np.random.default_rng(0)
   assert steps(*random_routes(rng, 8, 16, 1, favourite=5)).min() > 1
@@ -141,7 +123,7 @@ def test_a_token_crosses_once_per_rank():
   dest = np.full((2, 4, 4), 1, np.int32)
   row = np.stack([np.arange(16).reshape(4, 4), 16 + np.arange(16).reshape(4, 4)]).astype(np.int32)
 
-  def leaders(crossing, row_AK):
+  def leaders(crossing):
     return jnp.sum(crossing.leads_TK, axis=1, dtype=jnp.int32)
 
   assert run(2, 32, leaders, dest, row).tolist() == [1] * 8
@@ -154,5 +136,8 @@ def test_partial_sums_are_float32_and_travel_in_the_rows_dtype():
   rows = np.tile(np.array([256, 1, 1] * 2, np.float32)[:, None], (1, WIDTH))
   rows = np.stack([rows, rows])
   gate = np.ones((2, 6), np.float32)
-  bf16 = functools.partial(lambda r, g, c, a: exchange.combine(r.astype(jnp.bfloat16), g, c, a))
+
+  def bf16(crossing, rows, gate):
+    return crossing.combine(rows.astype(jnp.bfloat16), gate).astype(jnp.float32)
+
   assert run(2, 6, bf16, dest, row, rows, gate).tolist() == [[258.0] * WIDTH] * 2

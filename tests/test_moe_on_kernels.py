@@ -1,0 +1,128 @@
+"""The layer on GPU kernels: interpreted against the dense layer, and lowered for GPUs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mosaic_interpret import interpreted
+from test_moe import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+
+import ultraep_jax as uep
+from pallas_kernels import chunks, combine, tiles
+from ultraep_jax import implementation
+
+CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", implementation="mosaic_gpu")
+
+
+def cannot(reason):
+  def fail(*args, **kwargs):
+    raise NotImplementedError(reason)
+
+  return fail
+
+
+@pytest.fixture
+def small_kernels(monkeypatch):
+  """Kernels with few workers, as interpretation is slow; float32 matmuls stay portable.
+
+  One warpgroup a device: more of them, each waiting in a thread of the CPU's pool, can starve it.
+  """
+  monkeypatch.setattr(implementation, "resolve", lambda _: ("mosaic_gpu", "portable"))
+  for tuning in (tiles.Tuning, chunks.Tuning):
+    defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
+    monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
+  monkeypatch.setattr(combine, "_TUNING", chunks.Tuning())
+  # Planner and routing have tests of their own, and are the slowest to interpret.
+  for module in ("plan.plan_quota", "route.route_rows"):
+    monkeypatch.setattr(f"ultraep_jax.{module}", cannot("interpreted elsewhere"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "ranks, data, changes",
+  [
+    (4, 1, {}),
+    (4, 1, {"transfer": "relay", "replica_slots": 2}),
+    (2, 2, {}),
+    (4, 1, {"capacity_factor": 1.0, "replica_slots": 0}),  # several rounds
+    (4, 1, {"domain_size": 2}),
+  ],
+  ids=["one axis", "relay", "two axes", "rounds", "domains"],
+)
+def test_equals_dense(ranks, data, changes, small_kernels):
+  problem = make_problem(make_mesh(ranks, data), tokens=8, width=128, load="skewed", masked=True)
+  config = dataclasses.replace(CONFIG, **changes)
+  with interpreted():
+    y, stats, grads = jax.block_until_ready(value_and_grads(layer(problem, config), problem))
+  assert relative_error((y, grads), dense(problem)) < 1e-5
+  if config.replica_slots:
+    assert int(jnp.sum(stats.replicas)) > 0
+  else:
+    assert int(jnp.max(stats.rounds)) > 1
+
+
+SHAPES = {
+  "qwen3-235b": (8192, 4096, 1536),
+  "glm4.5-106b": (8192, 4096, 1408),
+  "deepseek-v3": (8192, 7168, 2048),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("data", [1, 2])
+def test_lowers_for_gpus(name, data):
+  """Forward and backward of a layer of 64 experts on four GPUs hold kernels only."""
+  tokens, width, inner = SHAPES[name]
+  mesh = make_mesh(4, data)
+  total = tokens * mesh.size
+
+  def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+  weights = uep.ExpertWeights(
+    shape(64, width, inner), shape(64, width, inner), shape(64, inner, width)
+  )
+  arguments = (
+    shape(total, width),
+    shape(total, 8, dtype=jnp.int32),
+    shape(total, 8, dtype=jnp.float32),
+    weights,
+  )
+
+  @jax.jit
+  def grads(x, index, gate, weights):
+    def loss(x, gate, weights):
+      y, stats = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
+      return jnp.sum(y.astype(jnp.float32)), stats
+
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights)
+
+  with jax.set_mesh(mesh):
+    text = grads.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("custom_call @mosaic_gpu") >= 9
+  assert "all_to_all" not in text and "collective_permute" not in text
+
+
+def test_auto_is_portable_on_other_devices(caplog):
+  with caplog.at_level("INFO", logger="ultraep_jax"):
+    implementation._say_once.cache_clear()
+    for _ in range(2):
+      assert implementation.resolve("auto") == ("portable",)
+  assert [record.message for record in caplog.records] == [
+    'implementation "auto" is "portable": the kernels need NVIDIA GPUs, these are [\'cpu\']'
+  ]
+
+
+def test_auto_picks_kernels_where_they_run(monkeypatch):
+  monkeypatch.setattr(implementation, "why_portable", lambda: None)
+  assert implementation.resolve("auto") == ("mosaic_gpu", "portable")
+  assert implementation.resolve("mosaic_gpu") == ("mosaic_gpu",)
+
+
+def test_the_last_reason_is_raised():
+  candidates = {"mosaic_gpu": cannot("first"), "portable": cannot("second")}
+  with pytest.raises(NotImplementedError, match="second"):
+    implementation.first_that_can(("mosaic_gpu", "portable"), candidates)
+  with pytest.raises(NotImplementedError, match="first"):
+    implementation.first_that_can(("mosaic_gpu",), candidates)

@@ -1,0 +1,69 @@
+"""Which implementation of an operation runs: an ordered list, of which the first that can does."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+
+import jax
+
+from pallas_kernels import support
+from ultraep_jax.config import Implementation
+
+Implementations = tuple[str, ...]
+
+_log = logging.getLogger("ultraep_jax")
+
+
+def resolve(implementation: Implementation) -> Implementations:
+  """The implementations to try, in order; asks for the devices if it is ``"auto"``.
+
+  On GPUs that the kernels do not run on, the reason is logged once.
+
+  >>> resolve("portable")
+  ('portable',)
+  """
+  if implementation != "auto":
+    return (implementation,)
+  reason = why_portable()
+  if reason is None:
+    return ("mosaic_gpu", "portable")
+  _say_once(reason)
+  return ("portable",)
+
+
+def why_portable() -> str | None:
+  """Why ``"auto"`` picks no kernels for the current mesh or the default devices, else ``None``."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is not None and device.platform != "gpu":
+    return f"the kernels need NVIDIA GPUs, these are {[device.device_kind]}"
+  return support.why_unsupported(jax.devices())
+
+
+def first_that_can[T](
+  implementations: Implementations, candidates: Mapping[str, Callable[[], T]]
+) -> T:
+  """The result of the first of ``implementations`` that does not raise NotImplementedError.
+
+  Raises:
+    NotImplementedError: the last reason, if none can.
+
+  >>> def cannot():
+  ...   raise NotImplementedError("not here")
+  >>> first_that_can(("kernel", "plain"), {"kernel": cannot, "plain": lambda: "done"})
+  'done'
+  """
+  *preferred, last = implementations
+  for name in preferred:
+    try:
+      return candidates[name]()
+    except NotImplementedError as reason:
+      _log.debug("%s: %s", name, reason)
+  return candidates[last]()
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+  on_gpu = any(device.platform == "gpu" for device in jax.devices())
+  _log.log(
+    logging.WARNING if on_gpu else logging.INFO, 'implementation "auto" is "portable": %s', reason
+  )
