@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ultraep_jax import strategies
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import STRATEGY_NAMES, BalanceConfig
 from ultraep_jax.plan import plan_quotas
 from ultraep_jax.types import Plan
 
@@ -23,7 +23,7 @@ def own_planner(load_GE, config, cost):
 
 class TestResolve:
   def test_names(self):
-    for name in ("quota", "none", "ideal"):
+    for name in STRATEGY_NAMES:
       assert strategies.resolve(name).name == name
     assert strategies.resolve("quota").reassign is None
 

@@ -2,13 +2,19 @@
 
 A planner is a function ``(load_GE, config, cost) -> Plan`` of jax.numpy operations. A strategy
 names one and may also change the router's choice, which only measurements do.
+
+Strategies that need nothing but the batch have a name for ``BalanceConfig.strategy``. Those that
+use the history of loads, ``eplb`` and ``lplb``, are modules with pure functions ``init`` and
+``update`` for a state that the caller keeps, and ``planner(state)``.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.strategies import ideal, none, quota
+from ultraep_jax.strategies import eplb as eplb
+from ultraep_jax.strategies import eplb_plus, exact, ideal, none, quota
+from ultraep_jax.strategies import lplb as lplb
 from ultraep_jax.types import Array, Plan, PlanCost
 
 Planner = Callable[[Array, BalanceConfig, PlanCost | None], Plan]
@@ -34,6 +40,8 @@ _STRATEGIES = {
   "quota": Strategy("quota", quota.plan),
   "none": Strategy("none", none.plan),
   "ideal": Strategy("ideal", none.plan, ideal.reassign),
+  "exact": Strategy("exact", exact.plan),
+  "eplb+": Strategy("eplb+", eplb_plus.plan),
 }
 
 
