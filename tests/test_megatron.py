@@ -1,0 +1,142 @@
+"""Importing Megatron-LM's router traces."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_jax import testing
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.trace import TraceError, import_megatron
+
+E, G, K = 8, 4, 2
+
+
+def chosen(seed: int) -> tuple[np.ndarray, np.ndarray]:
+  """A load matrix and tokens that have it."""
+  load_GE = testing.zipf_loads(seed, E, G, tokens=32, top_k=K, ratio=2.0)
+  return load_GE, testing.expert_indices(seed, load_GE, K)
+
+
+def write(folder: pathlib.Path, records: list[dict[str, Any]], rank: int, end: str = "") -> None:
+  folder.mkdir(exist_ok=True)
+  lines = "".join(json.dumps(record) + "\n" for record in records)
+  (folder / f"router_trace_rank{rank}.jsonl").write_text(lines + end)
+
+
+def record(step: int, layer: int, index: Any, **others: Any) -> dict[str, Any]:
+  top = np.asarray(index).tolist()
+  return {
+    "step": step,
+    "layer": layer,
+    "num_tokens": len(top),
+    "topk": K,
+    "top_indices": top,
+  } | others
+
+
+def write_run(folder: pathlib.Path, ranks: int = G, steps: int = 3) -> None:
+  for rank in range(ranks):
+    records = []
+    for step in range(steps):
+      for layer in (2, 10):
+        index = chosen(100 * step + layer + rank // G)[1][rank % G]
+        records.append(record(step, layer, index, rank=rank, block="decoder"))
+    write(folder, records, rank)
+
+
+def test_loads_and_plans(tmp_path):
+  write_run(tmp_path / "from")
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E, expert_bytes=10)
+  assert len(trace) == 6 and trace.layers == ["decoder 002", "decoder 010"]
+  assert not trace.manifest.measured and trace.manifest.name == "from"
+  config = BalanceConfig(objective="balance")
+  for i in range(len(trace)):
+    step, layer = int(trace.step_N[i]), int(trace.layer_N[i].split()[1])
+    np.testing.assert_array_equal(trace.load_NGE[i], chosen(100 * step + layer)[0])
+    testing.assert_legal_plan(trace.plan(i), trace.load_NGE[i], config)
+  np.testing.assert_array_equal(trace.after_NG, trace.planned_NG)
+  assert trace.imbalance_after_N.max() < trace.imbalance_before_N.min()
+  np.testing.assert_array_equal(trace.replica_bytes_N, 10 * trace.replicas_N)
+
+
+def test_groups_of_ranks(tmp_path):
+  write_run(tmp_path / "from", ranks=2 * G, steps=1)
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E, num_ranks=G)
+  assert trace.group_N.tolist() == [0, 1, 0, 1]
+  np.testing.assert_array_equal(trace.load_NGE[1], chosen(2 + 1)[0])
+
+
+def test_repeated_lines_are_microbatches_and_blocks_are_layers(tmp_path):
+  for rank in range(G):
+    first, second, third = (chosen(seed)[1][rank] for seed in (1, 2, 3))
+    records = [record(0, 1, first), record(0, 1, third, block="mtp", mtp_idx=0)]
+    write(tmp_path / "from", [*records, record(0, 1, second)], rank)
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  keys = list(zip(trace.layer_N.tolist(), trace.microbatch_N.tolist(), strict=True))
+  assert keys == [("decoder 001", 0), ("mtp 0 001", 0), ("decoder 001", 1)]
+  for i, seed in enumerate((1, 3, 2)):
+    np.testing.assert_array_equal(trace.load_NGE[i], chosen(seed)[0])
+
+
+def test_masked_and_invalid_choices_are_counted(tmp_path):
+  write(tmp_path / "from", [record(0, 1, [[0, -1], [3, 9]])], 0)
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  assert trace.load_NGE[0].tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
+  assert trace.masked_N.tolist() == [1] and trace.invalid_N.tolist() == [1]
+
+
+def test_a_killed_run_keeps_its_whole_steps(tmp_path):
+  write_run(tmp_path / "from", steps=3)
+  last = tmp_path / "from" / f"router_trace_rank{G - 1}.jsonl"
+  text = last.read_text()
+  last.write_text(text[: int(len(text) * 0.9)])
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  assert len(trace) == 5
+  assert trace.manifest.metadata["incomplete_records"] == 1
+  assert trace.manifest.metadata["damaged_lines"] == 1
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("[]", 'line 1: expected a record with "step", "layer" and "top_indices"'),
+    ('{"step": 1, "layer": 2}', "line 1: expected a record with"),
+    ('{"step": "1", "layer": 2, "top_indices": [[0]]}', "expected integers, got step '1'"),
+    ('{"step": 1, "layer": 2, "top_indices": [[0], [0, 1]]}', "expected rows of equal length"),
+    ('{"step": 1, "layer": 2, "top_indices": [[NaN]]}', "expected rows of integers, got float64"),
+    ('{"step": 1, "layer": 2, "top_indices": [0, 1]}', "expected rows of integers"),
+    ("not json", "expected a step and layer that all ranks have, got none"),
+    ("", "expected a step and layer that all ranks have, got none"),
+  ],
+)
+def test_foreign_lines(tmp_path, line, message):
+  (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
+  with pytest.raises(TraceError, match=message):
+    import_megatron(tmp_path, tmp_path / "to", num_experts=E)
+  assert not (tmp_path / "to").exists()
+
+
+def test_wrong_folders_and_numbers(tmp_path):
+  with pytest.raises(TraceError, match=r"expected router_trace_rank\*.jsonl, got no such file"):
+    import_megatron(tmp_path, tmp_path / "to", num_experts=E)
+  write_run(tmp_path / "from", steps=1)
+  for arguments, message in (
+    ({"num_experts": 6}, "num_experts: expected a multiple of 4 ranks, got 6"),
+    ({"num_experts": E, "num_ranks": 3}, "num_ranks: expected a divisor of 4 files, got 3"),
+    ({"num_experts": E, "config": BalanceConfig()}, 'expected objective="balance", got "time"'),
+    (
+      {"num_experts": E, "config": BalanceConfig(objective="balance", strategy="none")},
+      "expected strategy=\"quota\", got 'none'",
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      import_megatron(tmp_path / "from", tmp_path / "to", **arguments)
+  import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  with pytest.raises(TraceError, match="expected a folder without a trace, got one"):
+    import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  (tmp_path / "from" / "router_trace_rank1.jsonl").unlink()
+  with pytest.raises(TraceError, match=r"expected the ranks 0 to 3, got none of \[1\]"):
+    import_megatron(tmp_path / "from", tmp_path / "other", num_experts=E)

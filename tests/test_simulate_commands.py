@@ -1,0 +1,115 @@
+"""``simulate`` and ``paper`` from the command line, and the sweep to thousands of ranks."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from ultraep_jax import cli
+from ultraep_jax.simulate import paper, published, scaling
+from ultraep_jax.simulate.calibration import load_calibration
+from ultraep_jax.testing import zipf_loads
+
+TINY = ["--ranks", "8", "--domain", "8", "--tokens", "64", "--steps", "2", "--period", "2"]
+TINY += ["--layers", "1", "--imbalance", "1.8", "--noise", "0.05", "--drift", "0"]
+
+
+def test_simulate_prints_tables_and_sources(capsys):
+  assert cli.main(["simulate", *TINY, "--seeds", "2", "--strategies", "none", "quota"]) == 0
+  out = capsys.readouterr().out
+  assert "Qwen3-235B" in out and "ideal" in out and "datasheet" in out and "copy_rate" in out
+
+
+def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):
+  loads = np.stack([zipf_loads(seed, 128, 8, 64, 8, 1.8) for seed in range(2)])[:, None]
+  np.save(tmp_path / "loads.npy", loads)
+  command = ["simulate", *TINY, "--loads", str(tmp_path / "loads.npy"), "--json"]
+  out = tmp_path / "result.json"
+  assert cli.main([*command, "--strategies", "none", "--out", str(out)]) == 0
+  data = json.loads(capsys.readouterr().out)
+  assert data == json.loads(out.read_text())
+  none, ideal = data["strategies"]
+  assert none["imbalance"]["mean"] == pytest.approx(1.8, rel=0.01)
+  assert none["share_of_ideal"]["mean"] < ideal["share_of_ideal"]["mean"] == 1
+  assert data["calibration"]["constants"]["copy_rate"]["source"]
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (["--ranks", "7"], "num_ranks: expected a divisor of 128 experts, got 7"),
+    (["--domain", "3"], "domain_size: expected a divisor of 8"),
+    (["--seeds", "0"], "seeds: expected at least 1"),
+    (["--strategies", "best"], "strategies: expected some of"),
+    (["--calibration", "/nowhere"], "calibration: expected one of"),
+    (["--loads", "/nowhere"], "loads: expected a .npy file"),
+    (["--imbalance", "100"], "imbalance: expected a number in"),
+    (["--target", "0.5"], "target: expected a finite number of at least 1"),
+  ],
+)
+def test_simulate_explains_what_is_wrong(arguments, message, capsys):
+  assert cli.main(["simulate", *TINY, *arguments]) == 1
+  assert message in capsys.readouterr().err
+
+
+def test_simulate_refuses_other_files(tmp_path, capsys):
+  for name, data in (("text.npy", b"no numpy"), ("empty.npy", b"")):
+    (tmp_path / name).write_bytes(data)
+    assert cli.main(["simulate", *TINY, "--loads", str(tmp_path / name)]) == 1
+    assert "loads: expected a .npy file" in capsys.readouterr().err
+  np.savez(tmp_path / "many.npz", a=np.zeros(3))
+  assert cli.main(["simulate", *TINY, "--loads", str(tmp_path / "many.npz")]) == 1
+  np.save(tmp_path / "floats.npy", np.full((1, 1, 8, 128), np.nan))
+  assert cli.main(["simulate", *TINY, "--loads", str(tmp_path / "floats.npy")]) == 1
+  assert "integers of at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_paper_repeats_the_evaluation(tmp_path, capsys):
+  """What the evaluation has to show, at the size of ``--quick``."""
+  assert cli.main(["paper", "--quick", "--out", str(tmp_path)]) == 0
+  out = capsys.readouterr().out
+  assert "published" in out and "the paper" in out and "assumed" in out
+  assert {path.name for path in tmp_path.iterdir()} >= {"paper.json", "paper.png", "planner.png"}
+  report = json.loads((tmp_path / "paper.json").read_text())["report"]
+  rows = {(row["case"], row["strategy"]): row for row in report["rows"]}
+  for case in published.CASES:
+    none, quota = rows[case.name, "none"], rows[case.name, "quota"]
+    assert none["imbalance"]["mean"] == pytest.approx(case.imbalance["none"], rel=0.15)
+    assert 1.0 <= quota["imbalance"]["mean"] <= 1.04
+    assert quota["share"]["mean"] > rows[case.name, "eplb"]["share"]["mean"]
+    if case.training:
+      assert abs(quota["share"]["mean"] - case.published_share("quota")) <= 0.03
+    for name in ("eplb", "lplb"):
+      assert 1.0 <= rows[case.name, name]["imbalance"]["mean"] <= 3.0
+  for row in report["balance"]:
+    assert row["bound"] - 1e-9 <= row["after"] <= max(1.04, row["bound"] + 0.01)
+
+
+@pytest.mark.slow
+def test_sweep_to_2560_ranks_is_quick():
+  start = time.perf_counter()
+  points = scaling.sweep((64, 2560), strategies=("none", "quota"))
+  assert time.perf_counter() - start < 300
+  by_name = {(p.ranks, p.strategy): p for p in points}
+  for ranks in (64, 2560):
+    none, quota = by_name[ranks, "none"], by_name[ranks, "quota"]
+    assert none.share < quota.share < 1 and quota.imbalance <= 1.011
+
+
+def test_sweep_in_domains_has_their_floor():
+  (point,) = scaling.sweep((16,), domain_size=8, kind="wide", microbatches=2, strategies=("quota",))
+  assert 1 < point.floor <= point.imbalance <= point.floor * 1.05
+  with pytest.raises(ValueError, match="ranks: expected multiples of 8, got 12"):
+    scaling.sweep((12,), domain_size=8)
+  with pytest.raises(ValueError, match="kind: expected one of"):
+    scaling.sweep((8,), kind="deep")
+
+
+def test_published_shares():
+  case = published.CASES[0]
+  assert case.published_share("quota") == pytest.approx(0.964, abs=1e-3)
+  assert case.published_share("exact") is None
+  setting = paper.case_setting(case, load_calibration("nvl64"))
+  assert setting.num_ranks == 64 and setting.training

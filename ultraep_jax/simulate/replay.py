@@ -1,0 +1,96 @@
+"""Recorded traces in the simulator: what other strategies would have made of a run's loads.
+
+Slots, domains, target and transfer are those of the recorded layers unless they are changed, so
+``quota`` ends where layers with ``objective="balance"`` and ``min_tokens_per_replica=1`` did.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ultraep_jax.simulate.calibration import Calibration
+from ultraep_jax.simulate.cost import Setting
+from ultraep_jax.simulate.models import ModelShape
+from ultraep_jax.simulate.run import Outcome, simulate
+from ultraep_jax.trace.reader import Trace
+
+
+def replay(
+  trace: Trace,
+  setting: Setting,
+  strategies: Sequence[str] = ("none", "quota", "ideal"),
+  *,
+  progress: Callable[[Iterable[np.ndarray]], Iterable[np.ndarray]] = iter,
+  **options: Any,
+) -> dict[str, Outcome]:
+  """Simulates the loads of a trace.
+
+  Args:
+    trace: what layers recorded.
+    setting: as from ``trace_setting``.
+    strategies: names of ``balancers.NAMES``.
+    progress: wraps the loop over microbatches, e.g. ``tqdm``.
+    **options: of ``simulate``; ``target`` is the trace's if none is given.
+
+  Returns:
+    As ``simulate``. An array ``[step, layer]`` of an outcome has the trace's records in their
+    order: ``outcome.imbalance.reshape(-1)`` stands beside ``trace.imbalance_after_N``.
+
+  Raises:
+    ValueError: the trace does not fit, as in ``trace_loads`` and ``simulate``.
+  """
+  options = {"target": trace.manifest.config.get("target"), **options}
+  return simulate(progress(trace_loads(trace)), setting, strategies, **options)
+
+
+def trace_loads(trace: Trace) -> np.ndarray:
+  """The loads of a trace as the simulator takes them.
+
+  Returns:
+    ``[step, layer, G, E]`` int32. A step is one microbatch of one step of the run, and each token
+    group of a layer counts as a layer: it has its own replicas, and its own history.
+
+  Raises:
+    ValueError: no records, or microbatches that lack some of the layers or groups.
+  """
+  if not len(trace):
+    raise ValueError("trace: expected records, got none")
+  batches = dict.fromkeys(zip(trace.step_N.tolist(), trace.microbatch_N.tolist(), strict=True))
+  layers = list(zip(trace.layer_N.tolist(), trace.group_N.tolist(), strict=True))
+  kinds = list(dict.fromkeys(layers))
+  if layers != kinds * len(batches):
+    raise ValueError(
+      f"trace: expected the same {len(kinds)} layers and groups in each of {len(batches)} "
+      f"microbatches, got {len(trace)} records; choose some, as in trace[trace.step_N < 100]"
+    )
+  return trace.load_NGE.reshape(len(batches), len(kinds), *trace.load_NGE.shape[1:])
+
+
+def trace_setting(
+  trace: Trace, model: ModelShape, calibration: Calibration, **changes: Any
+) -> Setting:
+  """The setting of recorded layers, on a model's widths.
+
+  Args:
+    trace: says ranks, experts, slots, domains, transfer and, through ``top_k``, tokens.
+    model: says widths; the number of experts is the trace's.
+    calibration: the machine.
+    **changes: fields of ``Setting``, instead.
+
+  Raises:
+    ValueError: the changes do not fit the trace.
+  """
+  manifest, per_rank = trace.manifest, trace.load_NGE.sum(axis=2, dtype=np.int64)
+  domain = manifest.config.get("domain_size")
+  tokens = per_rank.mean() / model.top_k if per_rank.size else 1
+  fields = {
+    "num_ranks": manifest.num_ranks,
+    "domain_size": manifest.num_ranks if domain is None else domain,
+    "tokens": max(round(tokens), 1),
+    "replica_slots": manifest.replica_slots,
+    "relay": manifest.config.get("transfer") != "direct",
+  }
+  shape = dataclasses.replace(model, num_experts=manifest.num_experts)
+  return Setting(model=shape, calibration=calibration, **{**fields, **changes})

@@ -1,0 +1,66 @@
+"""Tables for a terminal."""
+
+from collections.abc import Sequence
+
+from ultraep_jax.simulate.calibration import Calibration
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+  """Columns that line up; numbers to the right, ``None`` as a dash.
+
+  >>> print(table(["what", "value"], [["one", 1.0], ["two", None]]))
+  what  value
+  one    1.00
+  two       –
+  """
+  cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+  widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+  right = [any(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
+  lines = []
+  for row in cells:
+    padded = [
+      cell.rjust(width) if numeric else cell.ljust(width)
+      for cell, width, numeric in zip(row, widths, right, strict=True)
+    ]
+    lines.append("  ".join(padded).rstrip())
+  return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+  if value is None:
+    return "–"
+  return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def percent(value: float | None) -> float | None:
+  """A share in per cent."""
+  return None if value is None else 100 * value
+
+
+def difference(ours: float, other: float | None) -> str:
+  """Ours less the other, with a sign."""
+  return "–" if other is None else f"{ours - other:+.2f}"
+
+
+def constants(calibration: Calibration) -> str:
+  """Every constant with its kind and source."""
+  rows = [
+    [name, f"{value.value:.4g} {value.unit}".strip(), value.kind, value.source]
+    for name, value in calibration.constants.items()
+  ]
+  title = f"Constants: {calibration.name} ({calibration.hardware})"
+  return f"{title}\n{table(['name', 'value', 'kind', 'source'], rows)}"
+
+
+def to_json(value: object) -> object:
+  """NamedTuples as objects, calibrations as their constants; what ``json`` can write."""
+  if isinstance(value, Calibration):
+    named = {name: to_json(constant) for name, constant in value.constants.items()}
+    return {"name": value.name, "hardware": value.hardware, "constants": named}
+  if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    return {key: to_json(part) for key, part in value._asdict().items()}  # type: ignore
+  if isinstance(value, dict):
+    return {str(key): to_json(part) for key, part in value.items()}
+  if isinstance(value, list | tuple):
+    return [to_json(part) for part in value]
+  return value

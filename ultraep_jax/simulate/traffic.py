@@ -1,0 +1,243 @@
+"""Loads over many steps and layers: how skewed they are, and how they change.
+
+The weight of an expert is a base that stays, times what drifts slowly, times what is new in every
+step, times a burst now and then. The base has the form of ``workloads.zipf_loads`` (a power of the
+rank from the hottest, a power within the rank, at random places) and its exponent is fitted so
+that home placement ends at a wanted imbalance. Without a base (``imbalance=None``) this is the
+noise around a mean that an auxiliary loss has balanced.
+
+Recorded loads have the same form, ``[step, layer, G, E]`` int32: everything that simulates takes
+either.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from ultraep_jax.workloads import sample_loads
+
+LOCAL_EXPONENT = 4.0
+_MAX_ALPHA = 8.0
+_FIT_SAMPLES = 48
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+  """How loads change. Deviations are of the logarithm of an expert's weight.
+
+  Attributes:
+    imbalance: busiest over mean rank at home, averaged over steps and layers; the base is fitted
+      to it. ``None``: no base.
+    drift: standard deviation of what changes slowly.
+    drift_steps: steps in which the drift forgets.
+    noise: standard deviation of what is new in every step.
+    bursts: share of steps in which an expert's weight is multiplied.
+    burst_factor: by how much.
+    burst_steps: for how many steps.
+    phase_steps: steps after which hot experts are others; ``None``: never.
+    local_exponent: of the power law within a rank; 0: no expert of a rank is hotter.
+  """
+
+  imbalance: float | None = None
+  drift: float = 0.0
+  drift_steps: float = 100.0
+  noise: float = 0.0
+  bursts: float = 0.0
+  burst_factor: float = 4.0
+  burst_steps: int = 3
+  phase_steps: int | None = None
+  local_exponent: float = LOCAL_EXPONENT
+
+  def __post_init__(self) -> None:
+    for name in ("drift", "noise", "bursts", "local_exponent"):
+      if not getattr(self, name) >= 0:
+        raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
+    for name in ("drift_steps", "burst_factor", "burst_steps", "phase_steps", "imbalance"):
+      value = getattr(self, name)
+      if value is not None and not value >= 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+TRAFFIC = {
+  "steady": Traffic(imbalance=2.0),
+  "auxiliary": Traffic(noise=0.15),
+  "drifting": Traffic(imbalance=2.0, drift=0.3, drift_steps=30),
+  "bursty": Traffic(imbalance=1.5, noise=0.1, bursts=0.2),
+  "phases": Traffic(imbalance=2.5, noise=0.1, phase_steps=20),
+}
+
+
+def probabilities(
+  seed: int,
+  traffic: Traffic,
+  *,
+  num_experts: int,
+  num_ranks: int,
+  top_k: int,
+  steps: int,
+  layers: int,
+) -> np.ndarray:
+  """Probabilities that an expert is in a token, ``[step, layer, E]`` float64 with sums K.
+
+  Args:
+    seed: of ``numpy.random.default_rng``.
+    traffic: how loads change.
+    num_experts: E, a multiple of ``num_ranks``.
+    num_ranks: G.
+    top_k: K.
+    steps: steps.
+    layers: layers; each has its own hot experts.
+
+  Raises:
+    ValueError: sizes do not fit, or the imbalance cannot be reached.
+  """
+  if num_experts % num_ranks or not 1 <= top_k <= num_experts:
+    raise ValueError(
+      f"num_experts, top_k: expected a multiple of {num_ranks} and 1 to {num_experts}, "
+      f"got {num_experts} and {top_k}"
+    )
+  rng = np.random.default_rng(seed)
+  base_sLE = _log_base(rng, traffic, num_experts, num_ranks, steps, layers)
+  change_sLE = _log_change(rng, traffic, (steps, layers, num_experts))
+  if traffic.imbalance is None:
+    return _inclusion(np.exp(change_sLE), top_k)
+  # The base is linear in the exponent, with the part within a rank apart.
+  rank_sLE, local_sLE = base_sLE
+  change_sLE = change_sLE + traffic.local_exponent * local_sLE
+  sample = rng.permutation(steps * layers)[:_FIT_SAMPLES]
+  rank_xE = rank_sLE.reshape(-1, num_experts)[sample]
+  change_xE = change_sLE.reshape(-1, num_experts)[sample]
+
+  def imbalance(alpha: float) -> float:
+    p_xE = _inclusion(np.exp(alpha * rank_xE + change_xE), top_k)
+    load_xG = p_xE.reshape(len(sample), num_ranks, -1).sum(axis=2)
+    return float((load_xG.max(axis=1) / load_xG.mean(axis=1)).mean())
+
+  low, high = 0.0, _MAX_ALPHA
+  least, most = imbalance(low), imbalance(high)
+  if not least <= traffic.imbalance + 0.02 or not traffic.imbalance <= most:
+    raise ValueError(
+      f"imbalance: expected a number in [{least:.3g}, {most:.3g}] for these sizes, this drift and "
+      f"this noise, got {traffic.imbalance}"
+    )
+  for _ in range(14):
+    middle = (low + high) / 2
+    low, high = (middle, high) if imbalance(middle) < traffic.imbalance else (low, middle)
+  return _inclusion(np.exp(low * rank_sLE + change_sLE), top_k)
+
+
+def generate_loads(
+  seed: int,
+  traffic: Traffic,
+  *,
+  num_experts: int,
+  num_ranks: int,
+  tokens: int,
+  top_k: int,
+  steps: int,
+  layers: int = 1,
+) -> np.ndarray:
+  """Loads, ``[step, layer, G, E]`` int32; every rank has ``tokens * top_k`` assignments.
+
+  Arguments and errors as for ``probabilities``; ``tokens`` is T, of one rank.
+
+  >>> loads = generate_loads(
+  ...   0, Traffic(imbalance=2.0), num_experts=8, num_ranks=4, tokens=64, top_k=2, steps=3
+  ... )
+  >>> loads.shape, set(loads.sum(axis=3).flat) == {128}
+  ((3, 1, 4, 8), True)
+  """
+  if tokens < 1:
+    raise ValueError(f"tokens: expected at least 1, got {tokens}")
+  p_sLE = probabilities(
+    seed,
+    traffic,
+    num_experts=num_experts,
+    num_ranks=num_ranks,
+    top_k=top_k,
+    steps=steps,
+    layers=layers,
+  )
+  rng = np.random.default_rng([seed, 1])
+  loads = [sample_loads(rng, p_E, num_ranks, tokens) for p_E in p_sLE.reshape(-1, num_experts)]
+  return np.stack(loads).reshape(steps, layers, num_ranks, num_experts)
+
+
+def generate_totals(
+  seed: int,
+  traffic: Traffic,
+  *,
+  num_experts: int,
+  num_ranks: int,
+  tokens: int,
+  top_k: int,
+  steps: int,
+  layers: int = 1,
+) -> np.ndarray:
+  """Loads of experts alone, ``[step, layer, E]`` int32: for many ranks, whose sources are alike.
+
+  Arguments and errors as for ``generate_loads``.
+  """
+  p_sLE = probabilities(
+    seed,
+    traffic,
+    num_experts=num_experts,
+    num_ranks=num_ranks,
+    top_k=top_k,
+    steps=steps,
+    layers=layers,
+  )
+  running = np.cumsum(p_sLE, axis=-1) * (num_ranks * tokens)
+  return np.diff(np.round(running), axis=-1, prepend=0).astype(np.int32)
+
+
+def _inclusion(weight: np.ndarray, top_k: int) -> np.ndarray:
+  """``workloads.inclusion`` for many rows at once: ``1 - exp(-c w)``, sums K, c for each row."""
+  low = np.full((*weight.shape[:-1], 1), -40.0)
+  high = low + 100.0
+  weight = weight / weight.mean(axis=-1, keepdims=True)
+  for _ in range(45):
+    middle = (low + high) / 2
+    enough = -np.expm1(-np.exp(middle) * weight).sum(axis=-1, keepdims=True) >= top_k
+    low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+  return -np.expm1(-np.exp(high) * weight)
+
+
+def _log_base(
+  rng: np.random.Generator,
+  traffic: Traffic,
+  num_experts: int,
+  num_ranks: int,
+  steps: int,
+  layers: int,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Logarithms of both powers for exponent 1, ``[step, layer, E]``, at random places."""
+  num_home = num_experts // num_ranks
+  phases = 1 if traffic.phase_steps is None else -(-steps // traffic.phase_steps)
+  rank = -np.log(np.arange(1.0, num_ranks + 1))
+  local = -np.log(np.arange(1.0, num_home + 1))
+  rank_hLG = rng.permuted(np.broadcast_to(rank, (phases, layers, num_ranks)), axis=-1)
+  local_hLGM = rng.permuted(np.broadcast_to(local, (phases, layers, num_ranks, num_home)), axis=-1)
+  rank_hLE = np.repeat(rank_hLG, num_home, axis=-1)
+  local_hLE = local_hLGM.reshape(phases, layers, num_experts)
+  phase_s = np.arange(steps) // (traffic.phase_steps or steps)
+  return rank_hLE[phase_s], local_hLE[phase_s]
+
+
+def _log_change(
+  rng: np.random.Generator, traffic: Traffic, shape: tuple[int, int, int]
+) -> np.ndarray:
+  """Drift (a stationary first-order process), noise and bursts, ``[step, layer, E]``."""
+  steps = shape[0]
+  change = traffic.noise * rng.normal(size=shape)
+  if traffic.drift:
+    keep = np.exp(-1 / traffic.drift_steps)
+    state = rng.normal(size=shape[1:])
+    for step in range(steps):
+      change[step] += traffic.drift * state
+      state = keep * state + np.sqrt(1 - keep**2) * rng.normal(size=shape[1:])
+  if traffic.bursts:
+    for step, layer in np.argwhere(rng.random(shape[:2]) < traffic.bursts):
+      expert = rng.integers(shape[2])
+      change[step : step + traffic.burst_steps, layer, expert] += np.log(traffic.burst_factor)
+  return change

@@ -1,0 +1,234 @@
+"""Router traces of Megatron-LM, as load traces.
+
+Megatron's tracer writes a file ``router_trace_rank{r}.jsonl`` for each rank r, a line per step and
+layer with the experts that each token chose: ``{"step": 3, "block": "decoder", "layer": 5,
+"rank": 0, "num_tokens": 4096, "topk": 8, "top_indices": [[17, 3, ...], ...]}``.
+
+What it does not say is assumed:
+
+- the ranks of the files are expert-parallel ranks; with ``num_ranks`` below their number, group g
+  is the ranks from ``g * num_ranks`` on;
+- expert e has its home on rank ``e // (num_experts / num_ranks)`` of the group;
+- a second line of the same step and layer in a file is the second microbatch, and so on;
+- no plan was made: the trace has the plans that ``config`` makes of the loads.
+"""
+
+import collections
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.plan import plan_quotas
+from ultraep_jax.route import row_capacity, slot_sizes
+from ultraep_jax.trace import format as files
+from ultraep_jax.trace.format import Columns, Manifest, TraceError
+from ultraep_jax.trace.reader import Trace, read
+
+_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
+_PER_CHUNK = 256
+
+
+class _Choice(NamedTuple):
+  """What the tokens of one rank chose in one layer."""
+
+  load_E: np.ndarray
+  assignments: int
+  masked: int
+  invalid: int
+
+
+class _Key(NamedTuple):
+  """One layer's run on one microbatch."""
+
+  step: int
+  microbatch: int
+  layer: str
+
+
+def import_megatron(
+  source: str | pathlib.Path,
+  path: str | pathlib.Path,
+  *,
+  num_experts: int,
+  num_ranks: int | None = None,
+  config: BalanceConfig | None = None,
+  expert_bytes: int = 0,
+  name: str | None = None,
+  progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Trace:
+  """Makes a trace of Megatron-LM's router traces; see the module for what is assumed.
+
+  Memory is that of the load matrices. Steps that some ranks lack, as at the end of a run that
+  was killed, are left out and counted in the metadata.
+
+  Args:
+    source: the folder of ``router_trace_rank*.jsonl``.
+    path: the new trace's folder.
+    num_experts: E; the files do not tell.
+    num_ranks: G, a divisor of the number of files; ``None``: all are one group.
+    config: plans the loads; by default two slots and ``objective="balance"``. ``"time"`` needs
+      costs that the files do not tell.
+    expert_bytes: of one expert's weights, to know the bytes of copies.
+    name: of the run; the source folder's by default.
+    progress: wraps the loops over files and records, e.g. ``tqdm``.
+
+  Returns:
+    The new trace, as ``read`` gives it.
+
+  Raises:
+    TraceError: the files are not as described, or ``path`` has a trace already.
+    ValueError: a number does not fit.
+  """
+  source, folder = pathlib.Path(source), pathlib.Path(path)
+  config = BalanceConfig(objective="balance") if config is None else config
+  if config.objective == "time":
+    raise ValueError('config: expected objective="balance", got "time", which needs costs')
+  if config.strategy != "quota":
+    raise ValueError(f'config: expected strategy="quota", got {config.strategy!r}')
+  check_int("num_experts", num_experts, minimum=1)
+  check_int("expert_bytes", expert_bytes, minimum=0)
+  if (folder / files.MANIFEST).exists():
+    raise TraceError(f"{folder}: expected a folder without a trace, got one")
+  by_rank = _rank_files(source)
+  num_ranks = len(by_rank) if num_ranks is None else num_ranks
+  if num_ranks < 1 or len(by_rank) % num_ranks:
+    raise ValueError(f"num_ranks: expected a divisor of {len(by_rank)} files, got {num_ranks}")
+  if num_experts % num_ranks:
+    raise ValueError(f"num_experts: expected a multiple of {num_ranks} ranks, got {num_experts}")
+
+  choices: dict[_Key, dict[int, _Choice]] = collections.defaultdict(dict)
+  damaged = 0
+  for rank, file in enumerate(progress(by_rank)):
+    for line in _choices(file, num_experts):
+      if line is None:
+        damaged += 1
+      else:
+        choices[line[0]][rank] = line[1]
+  whole = sorted(key for key, ranks in choices.items() if len(ranks) == len(by_rank))
+  if not whole:
+    raise TraceError(f"{source}: expected a step and layer that all ranks have, got none")
+
+  folder.mkdir(parents=True, exist_ok=True)
+  manifest = Manifest(
+    name=source.resolve().name if name is None else name,
+    num_ranks=num_ranks,
+    num_experts=num_experts,
+    replica_slots=config.replica_slots,
+    measured=False,
+    config={"strategy": config.strategy, "objective": config.objective},
+    metadata={
+      "source": "router traces of Megatron-LM",
+      "incomplete_records": len(choices) - len(whole),
+      "damaged_lines": damaged,
+    },
+  )
+  records = [(key, group) for key in whole for group in range(len(by_rank) // num_ranks)]
+  rows: list[Columns] = []
+  for written, (key, group) in enumerate(progress(records)):
+    ranks = [choices[key][group * num_ranks + rank] for rank in range(num_ranks)]
+    rows.append(_row(key, group, ranks, config, expert_bytes))
+    if len(rows) == _PER_CHUNK or written == len(records) - 1:
+      columns = {name: np.stack([row[name] for row in rows]) for name in files.COLUMNS}
+      files.write_chunk(folder, written // _PER_CHUNK, columns)
+      rows = []
+  files.write_manifest(folder, manifest)
+  return read(folder)
+
+
+def _rank_files(source: pathlib.Path) -> list[pathlib.Path]:
+  found = {int(m[1]): p for p in source.glob("*.jsonl") if (m := _FILE.fullmatch(p.name))}
+  if not found:
+    raise TraceError(f"{source}: expected router_trace_rank*.jsonl, got no such file")
+  missing = sorted(set(range(len(found))) - set(found))
+  if missing:
+    raise TraceError(f"{source}: expected the ranks 0 to {max(found)}, got none of {missing}")
+  return [found[rank] for rank in range(len(found))]
+
+
+def _choices(file: pathlib.Path, num_experts: int) -> Iterator[tuple[_Key, _Choice] | None]:
+  """Each line's key and loads; ``None`` for a damaged line."""
+  seen: collections.Counter[tuple[int, str]] = collections.Counter()
+  with file.open(errors="replace") as lines:
+    for number, line in enumerate(lines, 1):
+      if not line.strip():
+        continue
+      try:
+        record = json.loads(line)
+      except ValueError:
+        yield None
+        continue
+      where = f"{file.name}, line {number}"
+      step, layer = _place(record, where)
+      yield _Key(step, seen[step, layer], layer), _counts(record, where, num_experts)
+      seen[step, layer] += 1
+
+
+def _place(record: Any, where: str) -> tuple[int, str]:
+  if not isinstance(record, dict) or not {"step", "layer", "top_indices"} <= set(record):
+    raise TraceError(f'{where}: expected a record with "step", "layer" and "top_indices"')
+  step, layer = record["step"], record["layer"]
+  if type(step) is not int or type(layer) is not int:
+    raise TraceError(f"{where}: expected integers, got step {step!r:.20} and layer {layer!r:.20}")
+  block = str(record.get("block", "decoder"))
+  block = str(record.get("block", "decoder"))
+  if "mtp_idx" in record:
+    block += f" {record['mtp_idx']}"
+  return step, f"{block} {layer:03d}"  # zeros let names sort as numbers do
+
+
+def _counts(record: dict[str, Any], where: str, num_experts: int) -> _Choice:
+  try:
+    index = np.asarray(record["top_indices"])
+  except ValueError:
+    raise TraceError(f"{where}: top_indices: expected rows of equal length") from None
+  if index.size == 0:
+    index = np.zeros((0, 1), np.int64)
+  if index.ndim != 2 or index.dtype.kind not in "iu":
+    raise TraceError(f"{where}: top_indices: expected rows of integers, got {index.dtype}")
+  valid = (index >= 0) & (index < num_experts)
+  masked = int((index == -1).sum())
+  return _Choice(
+    load_E=np.bincount(index[valid], minlength=num_experts).astype(np.int32),
+    assignments=index.size,
+    masked=masked,
+    invalid=int((~valid).sum()) - masked,
+  )
+
+
+def _row(
+  key: _Key, group: int, ranks: list[_Choice], config: BalanceConfig, expert_bytes: int
+) -> Columns:
+  """The record that a layer would have given."""
+  load_GE = np.stack([choice.load_E for choice in ranks])
+  num_ranks, num_experts = load_GE.shape
+  plan = plan_quotas(jnp.asarray(load_GE), config)
+  quota_EG, tokens_GP = np.asarray(plan.quota), np.asarray(slot_sizes(plan))
+  domain = num_ranks if config.domain_size is None else config.domain_size
+  domain_load = load_GE.sum(axis=0).reshape(num_ranks // domain, -1).sum(axis=1)
+  planned_G = quota_EG.sum(axis=0)
+  capacity = row_capacity(max(choice.assignments for choice in ranks), 1, num_ranks, config)
+  values = {
+    "step_N": key.step,
+    "layer_N": key.layer,
+    "microbatch_N": key.microbatch,
+    "group_N": group,
+    "load_NGE": load_GE,
+    "planned_NG": planned_G,
+    "after_NG": planned_G,
+    "floor_N": -(-int(domain_load.max()) // domain),
+    "replica_expert_NGS": np.asarray(plan.replica_expert),
+    "replica_parent_NGS": np.asarray(plan.parent),
+    "replica_load_NGS": tokens_GP[:, num_experts // num_ranks :],
+    "replica_bytes_N": float(expert_bytes * int((np.asarray(plan.replica_expert) >= 0).sum())),
+    "remote_N": int((load_GE - np.minimum(load_GE, quota_EG.T)).sum()),
+    "rounds_N": max(1, -(-int(planned_G.max()) // max(capacity, 1))),
+    "masked_N": sum(choice.masked for choice in ranks),
+    "invalid_N": sum(choice.invalid for choice in ranks),
+  }
+  return {name: np.asarray(value) for name, value in values.items()}

@@ -1,0 +1,267 @@
+"""Writing a trace while a model trains."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import pathlib
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.trace import format as files
+from ultraep_jax.trace.format import Columns, Manifest, TraceError
+from ultraep_jax.types import LayerStats
+
+_AXES = ("layer", "microbatch", "group")
+
+# What a record keeps of the statistics. The loads before balancing follow from the load matrix.
+_FIELDS = {
+  "load_NGE": "load_GE",
+  "planned_NG": "load_planned_G",
+  "after_NG": "load_after_G",
+  "floor_N": "load_floor",
+  "replica_expert_NGS": "replica_expert_GS",
+  "replica_parent_NGS": "replica_parent_GS",
+  "replica_load_NGS": "replica_load_GS",
+  "replica_bytes_N": "replica_bytes",
+  "remote_N": "remote_assignments",
+  "rounds_N": "rounds",
+  "masked_N": "masked",
+  "invalid_N": "invalid",
+}
+
+
+class _Call(NamedTuple):
+  """The arguments of one ``record``, for one layer or a stack of them."""
+
+  step: int
+  layer: str
+  microbatch: int
+  stats: LayerStats
+  axes: tuple[str, ...]
+
+
+class Recorder:
+  """Appends what layers did to a trace. A context manager.
+
+  ``record`` only keeps references; a thread fetches, compresses and writes them once
+  ``flush_seconds`` have passed or ``flush_bytes`` are held. A run that is killed loses what came
+  after the last flush. A folder that has a trace is continued; a record of the same step, layer,
+  microbatch and group replaces the earlier one when read, as after going back to a checkpoint.
+
+  In a program of several processes only process 0 writes; the others' calls do nothing.
+  """
+
+  def __init__(
+    self,
+    path: str | pathlib.Path,
+    *,
+    name: str | None = None,
+    config: BalanceConfig | None = None,
+    token_bytes: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+    every: int = 1,
+    flush_seconds: float = 30.0,
+    flush_bytes: int = 32 << 20,
+  ):
+    """Opens the trace; the files appear with the first flush.
+
+    Args:
+      path: the trace's folder.
+      name: of the run; the folder's by default.
+      config: of the layers, to be shown beside the loads.
+      token_bytes: of one token's activations, ``D * itemsize``, to show traffic in bytes.
+      metadata: to keep with the trace, JSON.
+      every: keep only steps that are a multiple of this.
+      flush_seconds: how much a killed run may lose; 0 writes at every call of ``record``.
+      flush_bytes: of statistics held in (device) memory before they are written.
+
+    Raises:
+      ValueError: a number is out of range.
+      TraceError: the folder has something else than a trace of this version.
+      OSError: the folder cannot be made or written to.
+    """
+    check_int("every", every, minimum=1)
+    check_int("token_bytes", token_bytes, minimum=0)
+    if not flush_seconds >= 0:
+      raise ValueError(f"flush_seconds: expected at least 0, got {flush_seconds}")
+    self._folder = pathlib.Path(path)
+    self._every, self._flush_seconds, self._flush_bytes = every, flush_seconds, flush_bytes
+    self._calls: list[_Call] = []
+    self._bytes, self._flushed = 0, time.monotonic()
+    self._writes: concurrent.futures.Future[None] | None = None
+    self._active = jax.process_index() == 0
+    if not self._active:
+      return
+    self._folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=self._folder).close()  # fails here, not in an hour
+    existing = (self._folder / files.MANIFEST).exists()
+    self._manifest = files.read_manifest(self._folder) if existing else None
+    self._about = {
+      "name": self._folder.name if name is None else str(name),
+      "token_bytes": token_bytes,
+      "config": {} if config is None else _describe(config),
+      "metadata": dict(metadata or {}),
+    }
+    numbers = [path.stem.rpartition("-")[2] for path in files.chunks(self._folder)]
+    self._index = itertools.count(max((int(n) + 1 for n in numbers if n.isdecimal()), default=0))
+    self._executor = concurrent.futures.ThreadPoolExecutor(1, "ultraep_trace")
+
+  def record(
+    self,
+    step: int,
+    stats: LayerStats | Mapping[str, LayerStats],
+    *,
+    microbatch: int = 0,
+    axes: Sequence[str] = ("group",),
+  ) -> None:
+    """Keeps the statistics of one step, or of one microbatch of it, to be written.
+
+    Args:
+      step: of training.
+      stats: of each layer by name, or of one layer (or a stack of them, with axes).
+      microbatch: within the step.
+      axes: the leading axes of the statistics, of ``"layer"``, ``"microbatch"`` and ``"group"``.
+        ``sharded_moe`` and the modules add a group axis; a ``scan`` puts its own before it, e.g.
+        ``("microbatch", "group")``. For ``moe`` inside your own ``shard_map`` say ``()``.
+
+    Raises:
+      ValueError: ``axes`` does not fit the statistics.
+      TraceError: an earlier write failed.
+    """
+    axes = tuple(axes)
+    if len(set(axes)) != len(axes) or not set(axes) <= set(_AXES):
+      raise ValueError(f"axes: expected distinct names of {_AXES}, got {axes}")
+    if not self._active or step % self._every:
+      return
+    layers = {"0": stats} if isinstance(stats, LayerStats) else stats
+    for layer, leaves in layers.items():
+      if not isinstance(leaves, LayerStats):
+        raise TypeError(f"stats: expected LayerStats by layer, got {type(leaves).__name__}")
+      if leaves.load_GE.ndim != len(axes) + 2:
+        raise ValueError(
+          f"axes: expected the {leaves.load_GE.ndim - 2} leading axes of the statistics, got {axes}"
+        )
+      for leaf in leaves:
+        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
+          raise ValueError(
+            "stats: expected arrays that this process can read, got some of other processes; "
+            "gather them with jax.experimental.multihost_utils.process_allgather"
+          )
+      self._calls.append(_Call(int(step), str(layer), microbatch, leaves, axes))
+      self._bytes += sum(leaf.nbytes for leaf in leaves)
+    late = time.monotonic() - self._flushed >= self._flush_seconds
+    if late or self._bytes >= self._flush_bytes:
+      self._start_write()
+
+  def flush(self) -> None:
+    """Writes everything recorded so far and waits until it is on disk.
+
+    Raises:
+      TraceError: it cannot be written, or does not fit the trace.
+    """
+    if self._active:
+      self._start_write()
+      self._finish_write()
+
+  def close(self) -> None:
+    """Flushes and ends the writing thread."""
+    if not self._active:
+      return
+    try:
+      self.flush()
+    finally:
+      self._executor.shutdown()
+      self._active = False
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    self.close()
+
+  def _start_write(self) -> None:
+    self._finish_write()  # at most one at a time, so that memory stays bounded
+    calls, self._calls, self._bytes = self._calls, [], 0
+    self._flushed = time.monotonic()
+    if calls:
+      self._writes = self._executor.submit(self._write, calls)
+
+  def _finish_write(self) -> None:
+    writes, self._writes = self._writes, None
+    if writes is not None:
+      try:
+        writes.result()
+      except OSError as error:
+        raise TraceError(f"{self._folder}: expected to write, got: {error}") from error
+
+  def _write(self, calls: list[_Call]) -> None:
+    """Runs in the thread."""
+    columns = _columns(calls)
+    _, num_ranks, num_experts = columns["load_NGE"].shape
+    shape = {
+      "num_ranks": num_ranks,
+      "num_experts": num_experts,
+      "replica_slots": columns["replica_expert_NGS"].shape[2],
+    }
+    manifest = self._manifest or Manifest(**shape, **self._about)
+    got = {name: getattr(manifest, name) for name in shape}
+    if got != shape:
+      raise TraceError(f"{self._folder}: expected loads of {got}, as in the trace, got {shape}")
+    count = len(columns["step_N"])
+    for name, column in columns.items():
+      files.check_column(str(self._folder), name, column, count, manifest)
+    if self._manifest is None:
+      files.write_manifest(self._folder, manifest)
+      self._manifest = manifest
+    files.write_chunk(self._folder, next(self._index), columns)
+
+
+def _columns(calls: list[_Call]) -> Columns:
+  """A row per layer, microbatch and group of each call."""
+  parts = [_rows(call, stats) for call, stats in zip(calls, _fetch(calls), strict=True)]
+  shapes = {part["load_NGE"].shape[1:] + part["replica_expert_NGS"].shape[2:] for part in parts}
+  if len(shapes) > 1:
+    raise TraceError(f"stats: expected layers of one [G, E, S], got {sorted(shapes)}")
+  return {name: np.concatenate([part[name] for part in parts]) for name in files.COLUMNS}
+
+
+def _fetch(calls: list[_Call]) -> list[LayerStats]:
+  return jax.device_get([call.stats for call in calls])
+
+
+def _rows(call: _Call, stats: LayerStats) -> Columns:
+  lead = stats.load_GE.shape[:-2]
+  count = int(np.prod(lead, dtype=np.int64))
+  position = dict(zip(call.axes, np.indices(lead).reshape(len(lead), count), strict=True))
+  zeros = np.zeros(count, np.int32)
+  layers = position.get("layer")
+  return {
+    "step_N": np.full(count, call.step, np.int64),
+    "layer_N": np.full(count, call.layer) if layers is None else layers.astype(str),
+    "microbatch_N": position.get("microbatch", zeros) + call.microbatch,
+    "group_N": position.get("group", zeros),
+  } | {
+    column: np.asarray(getattr(stats, field)).reshape(
+      count, *getattr(stats, field).shape[len(lead) :]
+    )
+    for column, field in _FIELDS.items()
+  }
+
+
+def _describe(config: BalanceConfig) -> dict[str, Any]:
+  values = dataclasses.asdict(config)
+  if not isinstance(config.strategy, str):
+    values["strategy"] = getattr(config.strategy, "name", getattr(config.strategy, "__name__", "?"))
+  return values
