@@ -1,16 +1,29 @@
-"""The command line, ``python -m ultraep_jax``."""
+"""Exact-load expert balancing for Mixture-of-Experts layers: tools for the command line.
+
+Every command has its own --help. The exit status is 0 if all went well, 1 if something failed,
+2 if the command line is wrong and 130 after Ctrl-C.
+"""
 
 import argparse
-import dataclasses
-import json
-import pathlib
-import runpy
+import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from ultraep_jax.doctor import doctor
+from ultraep_jax.commands import bench, demo, doctor, paper, plan, simulate, trace, view
+from ultraep_jax.commands.errors import CommandError
 
-_DEMO = pathlib.Path(__file__).parents[1] / "examples" / "train_tiny_moe.py"
+# By name; the first line of a module's docstring stands in the list of commands.
+COMMANDS: dict[str, ModuleType] = {
+  "demo": demo,
+  "plan": plan,
+  "trace": trace,
+  "view": view,
+  "simulate": simulate,
+  "paper": paper,
+  "bench": bench,
+  "doctor": doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,48 +32,44 @@ def main(argv: Sequence[str] | None = None) -> int:
   Args:
     argv: arguments after the program's name; ``None`` takes them from ``sys.argv``.
   """
-  parser = _parser()
+  parser = make_parser()
   args, rest = parser.parse_known_args(argv)
-  if args.command == "demo":
-    return _demo(rest)
-  if rest:
+  command = COMMANDS[args.command]
+  if getattr(command, "PASSES_ARGUMENTS_ON", False):
+    args.rest = rest
+  elif rest:
     parser.error(f"unrecognized arguments: {' '.join(rest)}")
-  return _doctor(args.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(prog="python -m ultraep_jax", description=__doc__)
-  commands = parser.add_subparsers(dest="command", required=True)
-  commands.add_parser(
-    "demo",
-    help="train a small MoE, balanced in every step; further arguments go to the example",
-    add_help=False,  # --help is the example's
-  )
-  command = commands.add_parser("doctor", help="show versions, devices and what 'auto' picks")
-  command.add_argument("--json", action="store_true", help="print JSON")
-  return parser
-
-
-def _demo(args: Sequence[str]) -> int:
-  """Runs the example as a script; examples are in the repository, not in the wheel."""
-  if not _DEMO.is_file():
-    print(
-      f"demo: expected the example at {_DEMO}; it is not part of the installed package. "
-      "Clone the repository and run this command from its root.",
-      file=sys.stderr,
-    )
-    return 1
-  before = sys.argv, sys.path
-  sys.argv = [str(_DEMO), *args]
-  sys.path = [str(_DEMO.parent), *sys.path]  # as for `python examples/train_tiny_moe.py`
   try:
-    runpy.run_path(str(_DEMO), run_name="__main__")
-  finally:
-    sys.argv, sys.path = before
-  return 0
+    status = command.run(args)
+    sys.stdout.flush()
+    return status
+  except CommandError as error:
+    print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+    return 1
+  except BrokenPipeError:  # the reader of a pipe had enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+  except KeyboardInterrupt:
+    return 130
 
 
-def _doctor(as_json: bool) -> int:
-  report = doctor()
-  print(json.dumps(dataclasses.asdict(report), indent=2) if as_json else report)
-  return 0
+def make_parser() -> argparse.ArgumentParser:
+  """The parser of all commands."""
+  parser = argparse.ArgumentParser(
+    prog="python -m ultraep_jax",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+  for name, module in COMMANDS.items():
+    text = module.__doc__ or ""
+    command = commands.add_parser(
+      name,
+      help=text.splitlines()[0],
+      description=text,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      # A program that gets its arguments passed on has its own --help.
+      add_help=not getattr(module, "PASSES_ARGUMENTS_ON", False),
+    )
+    module.add_arguments(command)
+  return parser

@@ -7,7 +7,10 @@ import platform
 
 import jax
 
+from ultraep_jax.implementation import why_portable
+
 _PACKAGES = ("ultraep-jax", "jax", "jaxlib", "flax")
+_KERNELS_RUN = 'its kernels run on these devices; what one of them cannot do falls to "portable"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Report:
     processes: JAX processes that own those devices.
     implementation: what ``implementation="auto"`` picks here.
     reason: why it does.
+    mesh: how to lay a mesh over these devices.
   """
 
   versions: dict[str, str]
@@ -27,6 +31,7 @@ class Report:
   processes: int
   implementation: str
   reason: str
+  mesh: str
 
   def __str__(self) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -34,27 +39,52 @@ class Report:
     return (
       f"versions:       {versions}\n"
       f"devices:        {devices} ({self.processes} process{'es' * (self.processes != 1)})\n"
-      f'implementation: "auto" picks "{self.implementation}": {self.reason}'
+      f'implementation: "auto" picks "{self.implementation}": {self.reason}\n'
+      f"mesh:           {self.mesh}"
     )
 
 
 def doctor() -> Report:
-  """Reports versions, devices and the implementation that ``"auto"`` picks, and why.
+  """Reports versions, devices, the implementation that ``"auto"`` picks, and why, and a mesh.
 
   Initialises JAX's backend, as any computation does.
 
   >>> print(doctor())  # doctest: +ELLIPSIS
   versions:       python 3..., ultraep-jax ..., jax 0..., jaxlib 0..., flax 0...
   devices:        ...
-  implementation: "auto" picks "portable": the layer does not use the GPU kernels yet
+  implementation: "auto" picks ...
+  mesh:           ...
   """
+  devices = jax.devices()
+  obstacle = why_portable()
   return Report(
     versions={"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
-    devices=dict(collections.Counter(device.device_kind for device in jax.devices())),
+    devices=dict(collections.Counter(device.device_kind for device in devices)),
     processes=jax.process_count(),
-    implementation="portable",
-    reason="the layer does not use the GPU kernels yet",
+    implementation="mosaic_gpu" if obstacle is None else "portable",
+    reason=_KERNELS_RUN if obstacle is None else obstacle,
+    mesh=mesh_advice(len(devices), len(jax.local_devices()), devices[0].platform),
   )
+
+
+def mesh_advice(total: int, local: int, platform_name: str) -> str:
+  """How to lay a mesh over the devices.
+
+  Args:
+    total: devices of all processes.
+    local: of this one.
+    platform_name: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+  """
+  if total == 1:
+    advice = "one device has nothing to balance; the layer runs as a plain one"
+    if platform_name == "cpu":
+      advice += "; for virtual ones set jax.config.update('jax_num_cpu_devices', 8) first"
+    return advice
+  advice = f'jax.make_mesh(({total},), ("expert",)) for a multiple of {total} experts; for fewer '
+  advice += '("data", "expert")'
+  if local < total:
+    advice += f"; domain_size={local} keeps copies among the devices of a process"
+  return advice
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,29 @@
+"""Progress bars: only where somebody sees them."""
+
+import io
+import sys
+
+import pytest
+
+from ultraep_jax.progress import progress
+
+
+class Terminal(io.StringIO):
+  def isatty(self) -> bool:
+    return True
+
+
+def test_a_bar_for_a_terminal(monkeypatch):
+  pytest.importorskip("tqdm")
+  monkeypatch.setattr(sys, "stderr", Terminal())
+  assert list(progress(range(5), "count", "step")) == [0, 1, 2, 3, 4]
+  assert "count: " in sys.stderr.getvalue() and "0/5" in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_no_bar_for_a_pipe_or_without_tqdm(missing, monkeypatch):
+  monkeypatch.setattr(sys, "stderr", Terminal() if missing else io.StringIO())
+  if missing:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+  assert list(progress(range(3))) == [0, 1, 2]
+  assert not sys.stderr.getvalue()

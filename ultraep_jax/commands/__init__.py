@@ -1,0 +1,5 @@
+"""The commands of ``python -m ultraep_jax``.
+
+A module is a command: its docstring is the help, ``add_arguments(parser)`` declares what it takes
+and ``run(args)`` returns the exit status. ``cli.py`` lists them.
+"""

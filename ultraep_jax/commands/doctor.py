@@ -1,0 +1,32 @@
+"""Show versions, devices, what runs here and why not, and check a small layer.
+
+The check balances a small layer on the devices that are here and compares it with a dense one.
+The exit status is 1 if it fails.
+"""
+
+import argparse
+import dataclasses
+import json
+
+from ultraep_jax.doctor import doctor
+from ultraep_jax.selfcheck import self_check
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """How much to do and how to print it."""
+  parser.add_argument("--no-check", action="store_true", help="only look, run no layer")
+  parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the report and the outcome of the check."""
+  report = doctor()
+  if not args.json:
+    print(report, flush=True)
+  check = None if args.no_check else self_check()
+  if args.json:
+    outcome = None if check is None else dataclasses.asdict(check)
+    print(json.dumps({**dataclasses.asdict(report), "check": outcome}, indent=2))
+  elif check is not None:
+    print(f"check:          {check}")
+  return 0 if check is None or check.passed else 1

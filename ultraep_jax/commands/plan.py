@@ -1,0 +1,244 @@
+"""Plan a load matrix: which experts to copy where, and what that does to the busiest rank.
+
+  plan loads.npy                         [G, E] assignments of each rank to each expert
+  plan loads.csv --ranks 8               or [E] assignments to each expert, from all ranks alike
+  plan --ranks 64 --experts 256 --ratio 3 --slots 2            or a generated workload
+  plan loads.json --objective time --width 4096 --inner 1536   weigh copies against their cost
+
+Files: .npy, .npz (the array load_GE, or the only one), .json (nested lists) and .csv.
+"""
+
+import argparse
+import json
+import pathlib
+import zipfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ultraep_jax import strategies, testing
+from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.moe import layer_cost
+from ultraep_jax.relay import depth, egress_per_rank
+from ultraep_jax.route import row_capacity
+from ultraep_jax.types import ExpertWeights, Plan, PlanCost
+
+_WORKLOADS = ("zipf", "flat", "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
+_TABLE_ROWS = 72
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """The loads, how to plan them and how to print the answer."""
+  add = parser.add_argument
+  add("loads", nargs="?", type=pathlib.Path, metavar="FILE", help="loads; without: generated")
+  add("--ranks", type=int, help="ranks (8, or as in the file)")
+  add("--experts", type=int, default=64, help="generated: experts (%(default)s)")
+  add("--tokens", type=int, default=4096, help="generated: tokens a rank (%(default)s)")
+  add("--top-k", type=int, default=8, help="generated: experts a token (%(default)s)")
+  add("--workload", choices=_WORKLOADS, default="zipf", help="generated: kind (%(default)s)")
+  add("--ratio", type=float, default=2.0, help="generated: busiest over mean rank (%(default)s)")
+  add("--seed", type=int, default=0, help="generated: seed (%(default)s)")
+  add("--slots", type=int, default=2, help="replica slots a rank (%(default)s)")
+  add("--strategy", default="quota", help="balancer (%(default)s)")
+  add("--objective", choices=("balance", "time"), default="balance", help="(%(default)s)")
+  add("--target", type=float, help="fewest copies that reach this, e.g. 1.01")
+  add("--min-tokens", type=int, default=1, help="least assignments of a copy (%(default)s)")
+  add("--domain", type=int, help="ranks of a domain of fast links (all)")
+  add("--transfer", choices=("auto", "direct", "relay"), default="auto", help="(%(default)s)")
+  add("--width", type=int, help="D, hidden width, for the bytes and the cost of a copy")
+  add("--inner", type=int, help="F, inner width of an expert, likewise")
+  add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+  add("--json", action="store_true", help="print JSON, with the whole plan")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Plans and prints."""
+  try:
+    load_GE = _generated(args) if args.loads is None else _from_file(args.loads, args.ranks)
+    config = BalanceConfig(
+      replica_slots=args.slots,
+      strategy=args.strategy,
+      objective=args.objective,
+      target=args.target,
+      min_tokens_per_replica=args.min_tokens,
+      domain_size=args.domain,
+      transfer=args.transfer,
+    )
+    strategy = strategies.resolve(config.strategy)
+    if strategy.reassign is not None:
+      raise ValueError(
+        f"strategy: {args.strategy!r} replaces the router's choice and plans nothing"
+      )
+    weights = _expert(args)
+    plan = strategy.plan(jnp.asarray(load_GE), config, _cost(args, load_GE, weights, config))
+  except (ValueError, TypeError) as error:
+    raise CommandError(str(error)) from None
+  copy_bytes = 0 if weights is None else weights.expert_size * jnp.dtype(args.dtype).itemsize
+  answer = _answer(load_GE, plan, config, copy_bytes)
+  print(json.dumps(answer, indent=2) if args.json else _text(answer))
+  return 0
+
+
+def _generated(args: argparse.Namespace) -> np.ndarray:
+  ranks = 8 if args.ranks is None else args.ranks
+  sizes = (args.experts, ranks, args.tokens, args.top_k)
+  if args.workload == "zipf":
+    return testing.zipf_loads(args.seed, *sizes, args.ratio)
+  if args.workload == "flat":
+    return testing.flat_loads(args.seed, *sizes, args.ratio)
+  if args.workload == "balanced":
+    return testing.balanced_loads(args.seed, *sizes)
+  if args.workload == "all-to-one":
+    return testing.all_to_one_loads(*sizes)
+  return testing.adversarial_loads(args.seed, *sizes, kind=args.workload)
+
+
+def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
+  """A load matrix ``[G, E]`` int32.
+
+  Raises:
+    CommandError: the file cannot be read.
+    ValueError: its values are no loads.
+  """
+  try:
+    load = _read(path)
+  except OSError as error:
+    raise CommandError(f"{path}: {error.strerror or error}") from None
+  except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    raise CommandError(f"{path}: expected loads in {path.suffix[1:]}: {error}") from None
+  if load.dtype.kind not in "iuf" or not np.isfinite(load).all() or (load != np.floor(load)).any():
+    raise ValueError(f"{path}: expected whole numbers, got {load.dtype} with others")
+  if load.size and (load.min() < 0 or load.max() >= 2**31):
+    raise ValueError(f"{path}: expected loads in [0, 2**31), got {load.min():g} to {load.max():g}")
+  load = load.astype(np.int64)
+  if load.ndim == 1:
+    if num_ranks is None or num_ranks < 1:
+      raise ValueError(f"{path}: --ranks: expected with loads per expert, got {num_ranks}")
+    # From every rank alike, the remainders dealt out in turn.
+    deal = (np.arange(num_ranks)[:, None] + np.arange(load.size)) % num_ranks
+    load = load // num_ranks + (deal < load % num_ranks)
+  if load.ndim != 2 or (num_ranks is not None and len(load) != num_ranks):
+    wanted = "G" if num_ranks is None else num_ranks
+    raise ValueError(f"{path}: expected shape [{wanted}, E] or [E], got {list(load.shape)}")
+  return load.astype(np.int32)
+
+
+def _read(path: pathlib.Path) -> np.ndarray:
+  if path.suffix == ".npy":
+    return np.load(path, allow_pickle=False)
+  if path.suffix == ".npz":
+    with np.load(path, allow_pickle=False) as file:
+      names = ["load_GE"] if "load_GE" in file.files else file.files
+      if len(names) != 1:
+        raise ValueError(f"the array load_GE or a single one, got {names}")
+      return file[names[0]]
+  if path.suffix == ".json":
+    return np.array(json.loads(path.read_text()))
+  if path.suffix == ".csv":
+    return np.loadtxt(path, delimiter=",", ndmin=1)
+  raise CommandError(
+    f"{path}: expected .npy, .npz, .json or .csv, got {path.suffix or 'no suffix'}"
+  )
+
+
+def _expert(args: argparse.Namespace) -> ExpertWeights | None:
+  """The shapes of an expert's weights."""
+  if (args.width is None) != (args.inner is None):
+    raise ValueError("--width, --inner: expected both or none")
+  if args.width is None:
+    return None
+  if min(args.width, args.inner) < 1:
+    raise ValueError("--width, --inner: expected at least 1")
+  up, down = (1, args.width, args.inner), (1, args.inner, args.width)
+  shapes: Any = [jax.ShapeDtypeStruct(shape, args.dtype) for shape in (up, up, down)]
+  return ExpertWeights(*shapes)
+
+
+def _cost(
+  args: argparse.Namespace,
+  load_GE: np.ndarray,
+  weights: ExpertWeights | None,
+  config: BalanceConfig,
+) -> PlanCost | None:
+  if config.objective == "balance":
+    return None
+  if weights is None:
+    raise ValueError("--objective time: expected --width and --inner, which say what copies cost")
+  capacity = row_capacity(int(load_GE.sum(axis=1).max()), 1, len(load_GE), config)
+  return layer_cost(jnp.dtype(args.dtype), weights, max(capacity, 1), config)
+
+
+def _answer(
+  load_GE: np.ndarray, plan: Plan, config: BalanceConfig, copy_bytes: int
+) -> dict[str, Any]:
+  """What there is to say, as JSON values."""
+  expert_GS, quota_EG, parent_GS = (np.asarray(leaf) for leaf in plan)
+  num_ranks, num_experts = load_GE.shape
+  per_rank = num_experts // num_ranks
+  before_G, after_G = load_GE.sum(axis=0).reshape(num_ranks, per_rank).sum(axis=1), quota_EG.sum(0)
+  home_EG = np.arange(num_experts)[:, None] // per_rank == np.arange(num_ranks)
+  mean = max(before_G.mean(), 1e-9)
+  domain = num_ranks if config.domain_size is None else config.domain_size
+  floor = -(-int(before_G.reshape(-1, domain).sum(axis=1).max()) // domain)
+  total = max(int(load_GE.sum()), 1)
+  rank, slot = np.nonzero(expert_GS >= 0)
+  expert, parent = expert_GS[rank, slot], parent_GS[rank, slot]
+  return {
+    "ranks": num_ranks,
+    "experts": num_experts,
+    "assignments": int(load_GE.sum()),
+    "replica_slots": expert_GS.shape[1],
+    "imbalance": {
+      "before": float(before_G.max() / mean),
+      "after": float(after_G.max() / mean),
+      "floor": float(floor / mean),
+    },
+    "copies": len(expert),
+    "relayed": int((parent != expert // per_rank).sum()),
+    "busiest_sender": int(egress_per_rank(plan.parent).max()),
+    "depth": int(depth(plan.replica_expert, plan.parent, num_experts)),
+    "copy_bytes": copy_bytes,
+    "remote_fraction": {
+      "before": float((load_GE.T * ~home_EG).sum() / total),
+      "after": float((load_GE.T - np.minimum(load_GE.T, quota_EG)).sum() / total),
+    },
+    "load_before": before_G.tolist(),
+    "load_after": after_G.tolist(),
+    "replicas": [
+      {"expert": int(e), "rank": int(r), "from": int(p), "assignments": int(quota_EG[e, r])}
+      for e, r, p in zip(expert, rank, parent, strict=True)
+    ],
+    "quota": quota_EG.tolist(),
+  }
+
+
+def _text(answer: dict[str, Any]) -> str:
+  imbalance, remote, ranks = answer["imbalance"], answer["remote_fraction"], answer["ranks"]
+  size = f", {answer['copy_bytes'] / 1e6:.3g} MB each" if answer["copy_bytes"] else ""
+  mean = answer["assignments"] / ranks
+  lines = [
+    f"{ranks} ranks, {answer['experts']} experts, {answer['replica_slots']} replica slots a rank; "
+    f"{answer['assignments']} assignments, {mean:.1f} a rank",
+    f"busiest / mean rank  {imbalance['before']:.3f} before, {imbalance['after']:.3f} after "
+    f"(the domains allow {imbalance['floor']:.3f})",
+    f"copies               {answer['copies']}{size}; {answer['relayed']} relayed, at most "
+    f"{answer['busiest_sender']} sent by a rank, {answer['depth']} links deep",
+    f"remote assignments   {remote['before']:.1%} before, {remote['after']:.1%} after",
+    "",
+    f"{'rank':>5} {'before':>9} {'after':>9}  copies: expert (assignments)",
+  ]
+  held: dict[int, list[str]] = {}
+  for copy in answer["replicas"]:
+    text = f"{copy['expert']} ({copy['assignments']}) from {copy['from']}"
+    held.setdefault(copy["rank"], []).append(text)
+  for rank in range(min(ranks, _TABLE_ROWS)):
+    lines.append(
+      f"{rank:5} {answer['load_before'][rank]:9} {answer['load_after'][rank]:9}  "
+      + ", ".join(held.get(rank, []))
+    )
+  if ranks > _TABLE_ROWS:
+    lines.append(f"... {ranks - _TABLE_ROWS} more ranks; --json has all")
+  return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,219 @@
+"""Predict imbalance and throughput of strategies for a model, its routing and a machine.
+
+simulate --model DeepSeek-V3 --cluster gb200 --traffic drifting      generated loads
+simulate --trace runs/trace --strategies none eplb quota             a recorded run's
+simulate --loads recorded.npy --ranks 64                             or [step, layer, G, E]
+
+Rows and copies are the layer's own for the same loads, times are predicted: every constant is
+printed with its source.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.progress import progress
+from ultraep_jax.simulate.balancers import NAMES
+from ultraep_jax.simulate.calibration import for_cluster, load_calibration
+from ultraep_jax.simulate.clusters import CLUSTERS
+from ultraep_jax.simulate.cost import Setting
+from ultraep_jax.simulate.models import MODELS
+from ultraep_jax.simulate.replay import replay, trace_setting
+from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
+from ultraep_jax.simulate.text import constants, table, to_json
+from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
+from ultraep_jax.trace.reader import Trace, read
+
+_PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the command's options."""
+  parser.add_argument("--model", default="Qwen3-235B", choices=sorted(MODELS))
+  parser.add_argument("--cluster", default="gb200", choices=sorted(CLUSTERS))
+  parser.add_argument(
+    "--calibration", help="constants: a name or a JSON file (default: the cluster's)"
+  )
+  parser.add_argument(
+    "--ranks", type=int, help="ranks of an expert group (default: as many as fit a domain)"
+  )
+  parser.add_argument("--domain", type=int, help="ranks with fast links (default: the cluster's)")
+  parser.add_argument("--tokens", type=int, help="tokens of a rank in a microbatch (8192)")
+  parser.add_argument("--slots", type=int, help="replica slots of a rank (2)")
+  parser.add_argument("--prefill", action="store_true", help="forward pass alone")
+  parser.add_argument("--capacity-factor", type=float, help="rows of a buffer over tokens * K")
+  parser.add_argument("--traffic", default="drifting", choices=sorted(TRAFFIC))
+  for name in ("imbalance", "drift", "noise", "bursts"):
+    parser.add_argument(f"--{name}", type=float, help=f"{name} of the traffic, instead")
+  recorded = parser.add_mutually_exclusive_group()
+  recorded.add_argument(
+    "--trace", metavar="DIR", help="a trace's loads instead, and its ranks, experts, slots, target"
+  )
+  recorded.add_argument(
+    "--loads", type=pathlib.Path, help="recorded loads, .npy [step, layer, G, E], instead"
+  )
+  parser.add_argument("--strategies", nargs="+", default=["none", "eplb", "eplb+", "quota"])
+  parser.add_argument("--period", type=int, default=20, help="batches between EPLB's placements")
+  parser.add_argument("--target", type=float, help="quota stops at this imbalance (1.01)")
+  parser.add_argument("--steps", type=int, default=40, help="microbatches after the first period")
+  parser.add_argument("--layers", type=int, default=2, help="layers that are simulated")
+  parser.add_argument("--seeds", type=int, default=3, help="independent runs, for the bands")
+  parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+  parser.add_argument("--out", type=pathlib.Path, help="write the JSON to this file too")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Simulates and prints."""
+  try:
+    trace = None if args.trace is None else read(args.trace)
+    setting = _setting(args, trace)
+    runs = _runs(args, setting, trace)
+  except (ValueError, TypeError, OSError) as error:
+    raise CommandError(str(error)) from None
+  result = [_summary(name, runs) for name in runs[0]]
+  data = to_json({"calibration": setting.calibration, "strategies": result})
+  if args.json:
+    print(json.dumps(data, indent=1))
+  else:
+    print(_text(args, setting, result))
+  if args.out is not None:
+    try:
+      args.out.write_text(json.dumps(data, indent=1))
+    except OSError as error:
+      raise CommandError(f"out: {error}") from None
+  return 0
+
+
+def _setting(args: argparse.Namespace, trace: Trace | None) -> Setting:
+  model, cluster = MODELS[args.model], CLUSTERS[args.cluster]
+  calibration = load_calibration(args.calibration) if args.calibration else for_cluster(cluster)
+  given = {
+    "num_ranks": args.ranks,
+    "domain_size": args.domain,
+    "tokens": args.tokens,
+    "replica_slots": args.slots,
+    "training": not args.prefill,
+    "capacity_factor": args.capacity_factor,
+  }
+  given = {name: value for name, value in given.items() if value is not None}
+  if trace is not None:
+    return trace_setting(trace, model, calibration, **given)
+  ranks = args.ranks
+  if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
+    ranks = max(r for r in range(1, cluster.domain_size + 1) if model.num_experts % r == 0)
+  sizes = {"num_ranks": ranks, "domain_size": min(cluster.domain_size, ranks), **given}
+  return Setting(model=model, calibration=calibration, **sizes)
+
+
+def _traffic(args: argparse.Namespace) -> Traffic:
+  names = ("imbalance", "drift", "noise", "bursts")
+  given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+  return dataclasses.replace(TRAFFIC[args.traffic], **given)
+
+
+def _runs(
+  args: argparse.Namespace, setting: Setting, trace: Trace | None
+) -> list[dict[str, Outcome]]:
+  for name in ("seeds", "steps", "layers", "period"):
+    if getattr(args, name) < 1:
+      raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
+  strategies = list(dict.fromkeys([*args.strategies, "ideal"]))
+  unknown = [name for name in strategies if name not in NAMES]
+  if unknown:
+    raise ValueError(f"strategies: expected some of {NAMES}, got {unknown}")
+  options: dict[str, Any] = {"period": args.period}
+  if args.target is not None or trace is None:
+    options["target"] = 1.01 if args.target is None else args.target
+  bar = functools.partial(progress, what="simulate", unit="step")
+  if trace is not None:
+    return [replay(trace, setting, strategies, progress=bar, **options)]
+  if args.loads is not None:
+    return [simulate(bar(_read_loads(args.loads)), setting, strategies, **options)]
+  runs = []
+  for seed in range(args.seeds):
+    loads = generate_loads(
+      seed,
+      _traffic(args),
+      num_experts=setting.model.num_experts,
+      num_ranks=setting.num_ranks,
+      tokens=setting.tokens,
+      top_k=setting.model.top_k,
+      steps=args.period + args.steps,
+      layers=args.layers,
+    )
+    outcomes = simulate(bar(loads), setting, strategies, **options)
+    runs.append({name: outcome.after(args.period) for name, outcome in outcomes.items()})
+  return runs
+
+
+def _read_loads(path: pathlib.Path) -> np.ndarray:
+  try:
+    loads = np.load(path, allow_pickle=False)
+  except (OSError, ValueError, EOFError) as error:
+    raise ValueError(f"loads: expected a .npy file, got {str(path)!r} ({error})") from error
+  if not isinstance(loads, np.ndarray):
+    raise ValueError(f"loads: expected a .npy file with one array, got {str(path)!r}")
+  return loads
+
+
+def _summary(name: str, runs: list[dict[str, Outcome]]) -> dict[str, object]:
+  outcomes = [run[name] for run in runs]
+
+  def mean(value) -> float:
+    return float(np.mean([np.mean(value(outcome)) for outcome in outcomes]))
+
+  parts = {
+    part: mean(lambda o, part=part: getattr(o.forward, part) + getattr(o.backward, part))
+    for part in _PARTS
+  }
+  return {
+    "strategy": name,
+    "imbalance": band([float(outcome.imbalance.mean()) for outcome in outcomes]),
+    "imbalance_p99": mean(lambda o: np.quantile(o.imbalance, 0.99)),
+    "share_of_ideal": band([share_of_ideal(run[name], run["ideal"]) for run in runs]),
+    "layer_seconds": mean(lambda o: o.seconds),
+    "parts_seconds": parts,
+    "copies": mean(lambda o: o.replicas),
+    "fan_out": mean(lambda o: o.fan_out),
+    "remote_share": mean(lambda o: o.remote_share()),
+  }
+
+
+def _text(args: argparse.Namespace, setting: Setting, result: list[dict]) -> str:
+  kind = "training" if setting.training else "prefill"
+  loads = args.trace or args.loads or f"{args.traffic} traffic"
+  title = (
+    f"{setting.model.name} ({setting.model.source}), {setting.model.num_experts} experts, {kind}, "
+    f"EP{setting.num_ranks} in domains of "
+    f"{setting.domain_size}, {setting.tokens} tokens a rank, {setting.replica_slots} slots, {loads}"
+  )
+  header = [
+    "strategy",
+    "imbalance",
+    "99 %",
+    "% of ideal",
+    "layer ms",
+    *_PARTS,
+    "copies",
+    "% remote",
+  ]
+  rows = [
+    [
+      row["strategy"],
+      str(row["imbalance"]),
+      row["imbalance_p99"],
+      100 * row["share_of_ideal"].mean,
+      1e3 * row["layer_seconds"],
+      *(1e3 * row["parts_seconds"][part] for part in _PARTS),
+      row["copies"],
+      100 * row["remote_share"],
+    ]
+    for row in result
+  ]
+  return f"{title}\n\n{table(header, rows)}\n\n{constants(setting.calibration)}"

@@ -1,0 +1,99 @@
+"""Summarise a load trace, or import one from Megatron-LM.
+
+trace show runs/trace [--json]
+trace import router_traces runs/imported --experts 256
+"""
+
+import argparse
+import functools
+import json
+from typing import Any
+
+from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.progress import progress
+from ultraep_jax.trace.format import TraceError
+from ultraep_jax.trace.megatron import import_megatron
+from ultraep_jax.trace.reader import Trace, read
+from ultraep_jax.trace.summary import PERCENTILES, summarise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """``show`` and ``import``."""
+  actions = parser.add_subparsers(dest="action", required=True)
+  show = actions.add_parser("show", help="print percentiles of the imbalance, by layer")
+  show.add_argument("path", metavar="DIR", help="folder of the trace")
+  bring = actions.add_parser(
+    "import", help="make a trace of router_trace_rank*.jsonl, as Megatron-LM writes them"
+  )
+  bring.add_argument("source", metavar="FROM", help="folder of the files")
+  bring.add_argument("path", metavar="TO", help="folder of the new trace")
+  bring.add_argument("--experts", type=int, required=True, help="experts of a layer")
+  bring.add_argument("--ranks", type=int, help="ranks that share the experts (all files' ranks)")
+  bring.add_argument("--slots", type=int, default=2, help="replica slots a rank (%(default)s)")
+  bring.add_argument("--domain", type=int, help="ranks of a domain of fast links (all)")
+  bring.add_argument(
+    "--expert-bytes", type=int, default=0, help="bytes of an expert's weights, if known"
+  )
+  for action in (show, bring):
+    action.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the summary of a trace that is there or has just been made."""
+  try:
+    trace = read(args.path) if args.action == "show" else _import(args)
+  except (TraceError, OSError, ValueError) as error:
+    raise CommandError(str(error)) from None
+  summary = summarise(trace)
+  if args.json:
+    print(json.dumps({"name": trace.manifest.name, **summary}, indent=2))
+  else:
+    print(_text(trace, summary))
+  return 0
+
+
+def _import(args: argparse.Namespace) -> Trace:
+  config = BalanceConfig(replica_slots=args.slots, objective="balance", domain_size=args.domain)
+  return import_megatron(
+    args.source,
+    args.path,
+    num_experts=args.experts,
+    num_ranks=args.ranks,
+    config=config,
+    expert_bytes=args.expert_bytes,
+    progress=functools.partial(progress, what="import"),
+  )
+
+
+def _text(trace: Trace, summary: dict[str, Any]) -> str:
+  manifest = trace.manifest
+  lines = [
+    f"{manifest.name}: {manifest.num_ranks} ranks, {manifest.num_experts} experts, "
+    f"{manifest.replica_slots} replica slots a rank"
+  ]
+  lines += [f"left out: {problem}" for problem in trace.problems]
+  lines += [f"{name.replace('_', ' ')}: {value}" for name, value in manifest.metadata.items()]
+  if not len(trace):
+    return "\n".join([*lines, "no records"])
+  low, high = summary["steps"]
+  lines.append(f"{summary['records']} records, steps {low} to {high}")
+  if not manifest.measured:
+    lines.append("after: as planned on import, not measured")
+  head = ["median" if p == 50 else "worst" if p == 100 else f"p{p}" for p in PERCENTILES]
+  width = max(len("busiest/mean, before"), *map(len, summary["layers"])) + 2
+  lines.append(" " * (width + 6) + "".join(f"{name:>8}" for name in head))
+  rows = {"all layers": summary, **summary["layers"]}
+  for name, row in rows.items():
+    for side in ("before", "after"):
+      values = "".join(f"{value:8.3f}" for value in row[side].values())
+      lines.append(f"{name if side == 'before' else '':{width}}{side:6}{values}")
+  lines.append(
+    f"per record: {summary['replicas']:.1f} copies ({summary['relayed']:.1f} relayed), "
+    f"{summary['replica_megabytes']:.3g} MB, {summary['remote_fraction']:.1%} of the assignments "
+    "on another rank than their token's"
+  )
+  for name in ("more_than_one_round", "invalid_assignments", "off_plan"):
+    if summary[name]:
+      lines.append(f"{name.replace('_', ' ')}: {summary[name]}")
+  return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""Look at load traces in the browser, from a local server or as one HTML file.
+
+view runs/trace                        serve the page on 127.0.0.1 and say where
+view runs/trace --html trace.html      write the page; it needs nothing else to be shown
+view runs/a runs/b --html both.html    compare runs with the first
+"""
+
+import argparse
+import pathlib
+import webbrowser
+from collections.abc import Sequence
+
+from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.trace.format import TraceError
+from ultraep_jax.trace.reader import Trace, read
+from ultraep_jax.viewer.page import error_page, plotly_script, render
+from ultraep_jax.viewer.server import make_server
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Traces, and how to show them."""
+  parser.add_argument("traces", nargs="+", metavar="DIR", help="folder of a trace; several compare")
+  how = parser.add_mutually_exclusive_group()
+  how.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write the page to a file")
+  how.add_argument(
+    "--serve", action="store_true", help="serve the page (the default), read anew at each reload"
+  )
+  parser.add_argument(
+    "--steps", type=_steps, metavar="A:B", help="only steps from A to before B, in more detail"
+  )
+  parser.add_argument("--host", default="127.0.0.1", help="address to serve on (%(default)s)")
+  parser.add_argument("--port", type=int, default=0, help="port to serve on (a free one)")
+  parser.add_argument("--open", action="store_true", help="open the page in a browser")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Writes or serves the page."""
+  try:
+    plotly_script()
+  except ImportError as error:
+    raise CommandError(str(error)) from None
+  if args.html is None:
+    return _serve(args)
+  try:
+    traces = [read(path, steps=args.steps) for path in args.traces]
+    args.html.write_text(render(traces), encoding="utf-8")
+  except (TraceError, OSError) as error:
+    raise CommandError(str(error)) from None
+  for trace in traces:
+    for problem in trace.problems:
+      print(f"left out: {problem}")
+    print(_line(trace))
+  print(f"wrote {args.html} ({args.html.stat().st_size / 1e6:.1f} MB)")
+  if args.open:
+    webbrowser.open(args.html.resolve().as_uri())
+  return 0
+
+
+def _line(trace: Trace) -> str:
+  if not len(trace):
+    return f"{trace.manifest.name}: no records"
+  before, after = trace.imbalance_before_N, trace.imbalance_after_N
+  return (
+    f"{trace.manifest.name}: {len(trace)} records, busiest over mean rank {before.mean():.2f} "
+    f"before, {after.mean():.2f} after (worst {before.max():.2f} and {after.max():.2f})"
+  )
+
+
+def page_of(paths: Sequence[str], steps: slice | None) -> str:
+  """The page of these traces, or one that says why there is none."""
+  try:
+    return render([read(path, steps=steps) for path in paths])
+  except (TraceError, OSError) as error:
+    return error_page(str(error), "Reload this page when it is there.")
+
+
+def _serve(args: argparse.Namespace) -> int:
+  try:
+    server = make_server(lambda: page_of(args.traces, args.steps), args.host, args.port)
+  except (OSError, OverflowError) as error:
+    raise CommandError(f"cannot serve on {args.host}, port {args.port}: {error}") from None
+  host = f"[{args.host}]" if ":" in args.host else args.host
+  address = f"http://{host}:{server.server_port}/"
+  print(f"serving {', '.join(args.traces)} on {address} (Ctrl-C to stop)", flush=True)
+  if args.open:
+    webbrowser.open(address)
+  with server:
+    server.serve_forever()
+  return 0
+
+
+def _steps(text: str) -> slice:
+  try:
+    low, high = (int(part) if part else None for part in text.split(":"))
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
+  return slice(low, high)
