@@ -10,6 +10,9 @@ The text is what every Python carries: the manual's topics and the standard libr
   python examples/train_tiny_moe.py --checkpoint-dir runs/state           # and, to go on:
   python examples/train_tiny_moe.py --checkpoint-dir runs/state --resume
 
+  python examples/train_tiny_moe.py --trace runs/trace  # and, to look at every step's loads:
+  python -m ultraep_jax view runs/trace --serve
+
 In the folder --out it writes metrics.jsonl, a line per step, and training.png.
 """
 
@@ -29,6 +32,8 @@ from tiny_moe.data import load_text
 from tiny_moe.settings import Settings, SettingsError, flag
 from tiny_moe.training import held_out_loss, make_mesh, make_training, microbatches
 from tqdm import tqdm
+
+import ultraep_jax as uep
 
 CPU_DEVICES = 8
 HELP = {
@@ -63,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
           args.checkpoint_dir, args.checkpoint_every, args.resume
         )
         stack.enter_context(manager)
-      results = run(settings, args.out, manager, args.resume)
+      recorder = None
+      if args.trace:
+        recorder = stack.enter_context(report.open_trace(args.trace, settings, args.resume))
+      results = run(settings, args.out, manager, args.resume, recorder)
   except SettingsError as error:
     parser.error(str(error))
   for name, value in results.items():
@@ -89,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
   add = parser.add_argument
   add("--out", type=pathlib.Path, default=pathlib.Path("runs/tiny_moe"), help="folder for results")
+  add("--trace", type=pathlib.Path, help="record every layer's loads here")
   add("--checkpoint-dir", type=pathlib.Path, help="save the run's state here")
   add("--checkpoint-every", type=int, default=100, help="steps (default: 100)")
   add("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -118,7 +127,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def run(
-  settings: Settings, out: pathlib.Path, manager: CheckpointManager | None, resume: bool
+  settings: Settings,
+  out: pathlib.Path,
+  manager: CheckpointManager | None,
+  resume: bool,
+  recorder: uep.trace.Recorder | None,
 ) -> dict[str, Any]:
   """All steps of the run on the mesh in context, then its figure and summary."""
   text, held_out = load_text()
@@ -133,10 +146,12 @@ def run(
   with file, tqdm(total=settings.steps, initial=first_step, unit="step") as bar:
     for step in range(first_step, settings.steps):
       started = time.perf_counter()
-      state, scalars = training.step(state, microbatches(text, settings, step))
+      state, scalars, stats = training.step(state, microbatches(text, settings, step))
       scalars = jax.device_get(scalars)
       history.append(report.record_of(step, time.perf_counter() - started, scalars))
       report.write(file, history[-1])
+      if recorder is not None:
+        recorder.record(step, stats, axes=("microbatch", "group"))
       if manager is not None:
         checkpoints.save(manager, step + 1, state, settings)
       bar.set_postfix_str(report.describe(history[-1]), refresh=False)

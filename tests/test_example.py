@@ -16,6 +16,8 @@ from tiny_moe.settings import Settings, flag
 from tiny_moe.training import Training
 from train_tiny_moe import main
 
+import ultraep_jax as uep
+
 # One layer and few ranks, because compilation takes most of the time.
 # The auxiliary loss of a whole batch is not the mean of its parts'.
 ALL_RANKS = shlex.split(
@@ -82,10 +84,8 @@ def test_files_of_a_run(finished):
   assert 4 < results["val_loss"] < 6
 
 
-def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path, monkeypatch):
-  folder, results = finished
-  command = [*TINY, "--out", str(tmp_path), "--checkpoint-dir", str(tmp_path / "state")]
-  command += ["--checkpoint-every", "2"]
+def interrupt_at_step_3(command, monkeypatch):
+  """Runs the example until the user presses Ctrl-C."""
 
   def interrupt(text, settings, step):
     if step == 3:
@@ -97,6 +97,13 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path, monkeypatch):
   with pytest.raises(KeyboardInterrupt):
     main(command)
   monkeypatch.undo()
+
+
+def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path, monkeypatch):
+  folder, results = finished
+  command = [*TINY, "--out", str(tmp_path), "--checkpoint-dir", str(tmp_path / "state")]
+  command += ["--checkpoint-every", "2"]
+  interrupt_at_step_3(command, monkeypatch)
   assert len(read(tmp_path / "metrics.jsonl")) == 3  # one of them behind the checkpoint
   resumed = main([*command, "--resume"])
 
@@ -152,6 +159,25 @@ def test_dense_run_has_the_same_losses(finished, tmp_path):
   assert (tmp_path / "training.png").exists()
 
 
+def test_trace_is_that_of_the_metrics(tmp_path, monkeypatch):
+  """Of an interrupted and resumed run: a step that was repeated is there once."""
+  command = [*TINY, "--out", str(tmp_path), "--checkpoint-dir", str(tmp_path / "state")]
+  command += ["--checkpoint-every", "2", "--trace", str(tmp_path / "trace")]
+  interrupt_at_step_3(command, monkeypatch)
+  assert uep.trace.read(tmp_path / "trace").step_N.tolist() == [0, 1, 2]
+  with pytest.raises(SystemExit, match="2"):  # does not mix runs
+    main([*TINY, "--out", str(tmp_path), "--trace", str(tmp_path / "trace")])
+  results = main([*command, "--resume"])
+
+  run = uep.trace.read(tmp_path / "trace")
+  assert run.step_N.tolist() == [0, 1, 2, 3] and run.layers == ["layer0"]
+  for i, record in enumerate(results["history"]):
+    assert run.imbalance_before_N[i] == pytest.approx(record["layer0/imbalance_before"])
+    assert run.imbalance_after_N[i] == pytest.approx(record["layer0/imbalance_after"])
+    assert run.replica_bytes_N[i] == pytest.approx(record["layer0/replica_megabytes"] * 1e6)
+  np.testing.assert_array_equal(run.after_NG, run.planned_NG)
+
+
 @pytest.mark.slow
 def test_strategies_without_replicas(finished, tmp_path):
   _, results = finished
@@ -175,6 +201,10 @@ def test_strategies_without_replicas(finished, tmp_path):
     ("--replica-slots -1", "--replica-slots: expected at least 0, got -1"),
     ("--learning-rate nan", "--learning-rate: expected at least 0, got nan"),
     ("--strategy dense --ranks 2", "--ranks: expected one device for 'dense', got 2"),
+    (
+      "--strategy dense --trace {folder}",
+      "--trace: expected a strategy that distributes experts, got 'dense'",
+    ),
     ("--strategy best", "invalid choice: 'best'"),
     ("--resume", "--resume: expected --checkpoint-dir with it, got none"),
     ("--checkpoint-every 0", "--checkpoint-every: expected at least 1, got 0"),

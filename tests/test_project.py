@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import os
 import pathlib
 import re
@@ -21,18 +20,32 @@ import numpy as np
 import pytest
 
 import ultraep_jax
-from ultraep_jax import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ("ultraep_jax", "pallas_kernels", "examples", "tests")
 FILES = sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).rglob("*.py"))
 
+# What the packages hold beside modules.
+DATA = {
+  "pallas_kernels/py.typed",
+  "ultraep_jax/py.typed",
+  *(f"ultraep_jax/viewer/{name}" for name in ("charts.js", "page.css", "page.html", "page.js")),
+  *(
+    f"ultraep_jax/simulate/calibrations/{name}.json" for name in ("h200", "h200_portable", "nvl64")
+  ),
+}
+
 # Modules import only from lines below their own. Packages count as one module.
 LAYERS = (
   ("__main__",),
   ("cli",),
+  ("commands",),
   ("__init__",),
   ("bench",),
+  ("simulate",),
+  ("viewer",),
+  ("trace",),
+  ("selfcheck",),
   ("testing",),
   ("workloads",),
   ("linen", "nnx"),
@@ -42,10 +55,12 @@ LAYERS = (
   ("stats", "gating"),
   ("strategies",),
   ("exchange", "experts", "replicate"),
+  ("block_exchange", "push_exchange", "ring_replicate", "tile_matmul"),
   ("plan", "route"),
   ("exact",),
-  ("checks", "greedy", "relay", "load"),
-  ("mesh", "integers", "doctor", "config"),
+  ("checks", "greedy", "relay", "load", "doctor"),
+  ("mesh", "integers", "implementation", "progress"),
+  ("config",),
   ("types",),
 )
 
@@ -267,44 +282,6 @@ def test_jax_range_is_the_same_everywhere():
   assert "jax ≥ 0.11.2 and < 0.13" in (ROOT / "README.md").read_text()
 
 
-# --- command line ----------------------------------------------------------------------------
-
-
-def test_doctor_prints_text_and_json(capsys):
-  assert cli.main(["doctor"]) == 0
-  text = capsys.readouterr().out
-  assert cli.main(["doctor", "--json"]) == 0
-  report = json.loads(capsys.readouterr().out)
-  assert report["implementation"] == "portable" and report["reason"] in text
-  assert sum(report["devices"].values()) == 8
-
-
-def test_unknown_arguments_are_refused(capsys):
-  with pytest.raises(SystemExit, match="2"):
-    cli.main(["doctor", "--steps", "3"])
-  assert "unrecognized arguments: --steps 3" in capsys.readouterr().err
-
-
-def test_demo_gets_its_arguments(tmp_path, monkeypatch, capsys):
-  script = tmp_path / "example.py"
-  script.write_text("import sys\nprint(__name__, sys.argv[1:])\n")
-  monkeypatch.setattr(cli, "_DEMO", script)
-  before = list(sys.argv)
-  assert cli.main(["demo", "--steps", "3", "--help"]) == 0
-  assert capsys.readouterr().out == "__main__ ['--steps', '3', '--help']\n"
-  assert sys.argv == before
-
-
-def test_demo_without_a_checkout_says_what_to_do(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(cli, "_DEMO", tmp_path / "none.py")
-  assert cli.main(["demo"]) == 1
-  assert "Clone the repository" in capsys.readouterr().err
-
-
-def test_demo_is_in_the_checkout():
-  assert cli._DEMO.is_file()
-
-
 # --- wheel -----------------------------------------------------------------------------------
 
 
@@ -319,7 +296,12 @@ def wheel(tmp_path_factory) -> pathlib.Path:
 def test_wheel_holds_both_packages_and_nothing_else(wheel):
   names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
   modules = {f for f in FILES if f.startswith(("ultraep_jax/", "pallas_kernels/"))}
-  assert names == modules | {"ultraep_jax/py.typed", "pallas_kernels/py.typed"}
+  assert names == modules | DATA
+
+
+def test_bazel_has_the_data():
+  data = {name for target in TARGETS for name in target.attributes.get("data", ())}
+  assert data >= DATA
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_training_is_that_of_a_dense_model():
     state, losses = jax.tree.map(jnp.copy, dense.state), []
     with jax.set_mesh(make_mesh(DENSE)):
       for bytes_NS in data:
-        state, scalars = dense.step(state, bytes_NS[None, order])
+        state, scalars, _ = dense.step(state, bytes_NS[None, order])
         losses.append(scalars["loss"])
     return np.array(jax.device_get(losses))
 
@@ -59,7 +59,7 @@ def test_training_is_that_of_a_dense_model():
     with jax.set_mesh(make_mesh(DENSE)):
       same_parameters.append(dense.loss(jax.device_get(state.params), bytes_NS)[1]["loss"])
     with jax.set_mesh(make_mesh(QUOTA)):
-      state, scalars = quota.step(state, bytes_NS[None])
+      state, scalars, _ = quota.step(state, bytes_NS[None])
     records.append(jax.device_get(scalars))
   balanced, before, after = (
     np.array([[record[name] for name in names] for record in records]).mean(axis=1)

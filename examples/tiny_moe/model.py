@@ -16,6 +16,7 @@ from ultraep_jax.gating import GatingConfig, gate, load_balance_loss
 
 Array = jax.Array
 Scalars = dict[str, Array]
+Stats = dict[str, uep.LayerStats]  # by layer; none from a dense model
 HEAD_DIM = 16
 
 
@@ -47,16 +48,16 @@ class LanguageModel(nnx.Module):
     self.blocks = nnx.List(Block(width, dtype, make_moe, rngs) for _ in range(settings.layers))
     self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
 
-  def __call__(self, bytes_BT: Array) -> tuple[Array, Array, Scalars]:
+  def __call__(self, bytes_BT: Array) -> tuple[Array, Array, Stats]:
     """Logits ``[B, T, 256]``, the layers' mean balance loss, and what balancing did in each."""
-    x_BTD, balance_losses, scalars = self.embed(bytes_BT), [], {}
+    x_BTD, balance_losses, stats = self.embed(bytes_BT), [], {}
     for i, block in enumerate(self.blocks):
       x_BTD, aux = block(x_BTD)
       balance_losses.append(aux.load_balance_loss)
       if isinstance(aux, uep.nnx.MoEAux):
-        scalars |= aux.stats.scalars(f"layer{i}/")
+        stats[f"layer{i}"] = aux.stats
     logits_BTV = self.embed.attend(self.norm(x_BTD))
-    return logits_BTV, jnp.mean(jnp.stack(balance_losses)), scalars
+    return logits_BTV, jnp.mean(jnp.stack(balance_losses)), stats
 
 
 class Block(nnx.Module):

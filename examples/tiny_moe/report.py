@@ -1,4 +1,4 @@
-"""What a run tells: a record per step, a figure, a summary."""
+"""What a run tells: a record per step, a trace of its loads, a figure, a summary."""
 
 import json
 import pathlib
@@ -7,7 +7,9 @@ from typing import TextIO
 import numpy as np
 from matplotlib.figure import Figure
 
+import ultraep_jax as uep
 from tiny_moe.model import Scalars
+from tiny_moe.settings import Settings, SettingsError
 
 Record = dict[str, float]
 IMBALANCES = ("imbalance_before", "imbalance_after")
@@ -21,6 +23,26 @@ def open_metrics(path: pathlib.Path, first_step: int) -> tuple[list[Record], Tex
   for record in history:
     write(file, record)
   return history, file
+
+
+def open_trace(path: pathlib.Path, settings: Settings, resume: bool) -> uep.trace.Recorder:
+  """The recorder of a run's loads; a resumed run continues its trace.
+
+  Raises:
+    SettingsError: the model has no loads, or the folder cannot take them.
+  """
+  if settings.strategy == "dense":
+    raise SettingsError("--trace: expected a strategy that distributes experts, got 'dense'")
+  if not resume and (path / "trace.json").exists():
+    raise SettingsError(f"--trace: expected no trace in {path} without --resume, got one")
+  token_bytes = settings.width * (2 if settings.dtype == "bfloat16" else 4)
+  config = uep.BalanceConfig(
+    strategy=settings.strategy, replica_slots=settings.replica_slots, objective="balance"
+  )
+  try:
+    return uep.trace.Recorder(path, name=path.name, config=config, token_bytes=token_bytes)
+  except (OSError, uep.trace.TraceError) as error:
+    raise SettingsError(f"--trace: {error}") from None
 
 
 def write(file: TextIO, record: Record) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ultraep_jax as uep
 from tiny_moe.data import batch_at
-from tiny_moe.model import LanguageModel, Scalars
+from tiny_moe.model import LanguageModel, Scalars, Stats
 from tiny_moe.settings import Settings
 
 Array = jax.Array
@@ -32,12 +32,13 @@ class Training(NamedTuple):
 
   Attributes:
     state: the initial state, placed on the mesh.
-    step: ``(state, bytes_ABS) -> (state, scalars)``; takes the memory of the old state.
+    step: ``(state, bytes_ABS) -> (state, scalars, stats)``; takes the memory of the old state.
+      The statistics have leading axes of microbatches and token groups.
     loss: ``(params, bytes_BS) -> (loss with the router's, scalars)``.
   """
 
   state: TrainState
-  step: Callable[[TrainState, Array], tuple[TrainState, Scalars]]
+  step: Callable[[TrainState, Array], tuple[TrainState, Scalars, Stats]]
   loss: Callable[[Params, Array], tuple[Array, Scalars]]
 
 
@@ -67,35 +68,41 @@ def make_training(settings: Settings, moe_class: type[uep.nnx.MoE] | None = None
     params = nnx.state(LanguageModel(settings, moe_class), nnx.Param)
     return TrainState(params, optimizer.init(params))
 
-  def loss_fn(params: Params, bytes_BS: Array) -> tuple[Array, Scalars]:
+  def loss_fn(params: Params, bytes_BS: Array) -> tuple[Array, tuple[Scalars, Stats]]:
     model = nnx.merge(graphdef, params)
-    logits_BTV, balance_loss, scalars = model(bytes_BS[:, :-1])
+    logits_BTV, balance_loss, stats = model(bytes_BS[:, :-1])
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(
       logits_BTV.astype(jnp.float32), bytes_BS[:, 1:]
     )
-    loss = jnp.mean(loss_BT)
-    return loss + settings.balance_loss * balance_loss, {"loss": loss, **scalars}
+    scalars = {"loss": jnp.mean(loss_BT)}
+    for layer, layer_stats in stats.items():
+      scalars |= layer_stats.scalars(layer + "/")
+    return scalars["loss"] + settings.balance_loss * balance_loss, (scalars, stats)
 
-  def step(state: TrainState, bytes_ABS: Array) -> tuple[TrainState, Scalars]:
+  def step(state: TrainState, bytes_ABS: Array) -> tuple[TrainState, Scalars, Stats]:
     """One update from A microbatches; experts are balanced anew in each."""
 
-    def add_microbatch(total: Params, bytes_BS: Array) -> tuple[Params, Scalars]:
-      grads, scalars = jax.grad(loss_fn, has_aux=True)(state.params, bytes_BS)
-      return jax.tree.map(jnp.add, total, grads), scalars
+    def add_microbatch(total: Params, bytes_BS: Array) -> tuple[Params, tuple[Scalars, Stats]]:
+      grads, told = jax.grad(loss_fn, has_aux=True)(state.params, bytes_BS)
+      return jax.tree.map(jnp.add, total, grads), told
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    total, scalars_A = jax.lax.scan(add_microbatch, zeros, bytes_ABS)
+    total, (scalars_A, stats) = jax.lax.scan(add_microbatch, zeros, bytes_ABS)
     grads = jax.tree.map(lambda leaf: leaf / bytes_ABS.shape[0], total)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return TrainState(params, opt_state), jax.tree.map(jnp.mean, scalars_A)
+    return TrainState(params, opt_state), jax.tree.map(jnp.mean, scalars_A), stats
+
+  def loss(params: Params, bytes_BS: Array) -> tuple[Array, Scalars]:
+    value, (scalars, _) = loss_fn(params, bytes_BS)
+    return value, scalars
 
   # Experts lie over their mesh axis, all else on every device, and a step keeps it so.
   placement = nnx.get_named_sharding(jax.eval_shape(init), jax.sharding.get_mesh())
   return Training(
     state=jax.jit(init, out_shardings=placement)(),
-    step=jax.jit(step, donate_argnums=0, out_shardings=(placement, None)),
-    loss=jax.jit(loss_fn),
+    step=jax.jit(step, donate_argnums=0, out_shardings=(placement, None, None)),
+    loss=jax.jit(loss),
   )
 
 
