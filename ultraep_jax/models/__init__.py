@@ -1,0 +1,8 @@
+"""Decoders with mixtures of experts for prefill, and their checkpoints."""
+
+from ultraep_jax.models.config import GroupedQuery as GroupedQuery
+from ultraep_jax.models.config import Latent as Latent
+from ultraep_jax.models.config import ModelConfig as ModelConfig
+from ultraep_jax.models.rotary import Rotary as Rotary
+from ultraep_jax.models.rotary import Yarn as Yarn
+from ultraep_jax.models.transformer import MoETransformer as MoETransformer

@@ -1,0 +1,193 @@
+"""The steps of a forward pass as pure functions on global arrays."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from ultraep_jax.block import apply_moe
+from ultraep_jax.checks import check_array
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.models import mixers
+from ultraep_jax.models.config import GroupedQuery, ModelConfig
+from ultraep_jax.models.mixers import Cache, rms_norm
+from ultraep_jax.models.params import AXIS, mixer_specs
+from ultraep_jax.models.rotary import cosines_and_sines
+from ultraep_jax.models.rows import by_rows, row_axes
+from ultraep_jax.packed import PackedBatch
+from ultraep_jax.types import Array, LayerStats
+
+Params = Mapping[str, Array]
+
+
+class Carry(NamedTuple):
+  """What one layer hands to the next: hidden states, and the cache of all layers so far."""
+
+  x_BTD: Array
+  cache: Cache
+
+
+class Context(NamedTuple):
+  """What all layers share: requests, and the cosines and sines of positions."""
+
+  segment_BT: Array
+  turn: tuple[Array, Array]
+
+
+def start(
+  embed_VD: Array, batch: PackedBatch, config: ModelConfig, dtype: DTypeLike
+) -> tuple[Carry, Context]:
+  """Embeds the tokens and makes room for the cache of every layer."""
+
+  def local(embed_VD: Array, batch: PackedBatch) -> tuple[Array, Cache, tuple[Array, Array]]:
+    valid_BT = batch.segment_BT > 0
+    # Padding is zero from here on, whatever its tokens are: nothing of it is ever NaN.
+    x_BTD = embed_VD[jnp.where(valid_BT, batch.token_BT, 0)].astype(dtype)
+    x_BTD = jnp.where(valid_BT[..., None], x_BTD, jnp.zeros((), dtype))
+    turn = cosines_and_sines(config.rotary, jnp.where(valid_BT, batch.position_BT, 0))
+    shape = (len(config.is_moe), *batch.token_BT.shape)
+    return x_BTD, mixers.empty_cache(config.attention, shape, dtype), turn
+
+  rows = P(row_axes())
+  x_BTD, cache, turn = by_rows(
+    local, embed_VD, batch, specs=(P(), rows), out_specs=(rows, _of_cache(), rows)
+  )
+  return Carry(x_BTD, cache), Context(batch.segment_BT, turn)
+
+
+def moe_layer(
+  context: Context,
+  carry: Carry,
+  layer: tuple[Array, Params],
+  *,
+  config: ModelConfig,
+  balance: BalanceConfig,
+  block: int,
+) -> tuple[Carry, LayerStats]:
+  """Attention and a mixture of experts, each on the normed residual stream."""
+  carry, normed_BTD, params = _mix(context, carry, layer, config, block)
+  y_BTD, aux = apply_moe(
+    {name: value for name, value in params.items() if name != "selection_bias"},
+    normed_BTD,
+    context.segment_BT > 0,
+    params.get("selection_bias"),
+    gating=config.gating,
+    config=balance,
+    activation=jax.nn.silu,
+    dtype=None,
+    axis_name=AXIS,
+    token_axes=row_axes(),
+  )
+  return carry._replace(x_BTD=carry.x_BTD + y_BTD), aux.stats
+
+
+def dense_layer(
+  context: Context,
+  carry: Carry,
+  layer: tuple[Array, Params],
+  *,
+  config: ModelConfig,
+  balance: BalanceConfig,
+  block: int,
+) -> tuple[Carry, None]:
+  """Attention and an MLP; nothing to balance."""
+  del balance
+  carry, normed_BTD, params = _mix(context, carry, layer, config, block)
+  rows = P(row_axes())
+  y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
+  return carry._replace(x_BTD=carry.x_BTD + y_BTD), None
+
+
+def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps: float) -> Array:
+  """``[B, R, V]`` float32 of the token after each request."""
+
+  def local(norm_D: Array, head_DV: Array, x_BTD: Array, last_BR: Array) -> Array:
+    last_BR1 = jnp.maximum(last_BR, 0)[..., None]
+    hidden_BRD = rms_norm(jnp.take_along_axis(x_BTD, last_BR1, axis=1), norm_D, norm_eps)
+    return jnp.matmul(
+      hidden_BRD, head_DV.astype(hidden_BRD.dtype), preferred_element_type=jnp.float32
+    )
+
+  rows = P(row_axes())
+  return by_rows(
+    local, norm_D, head_DV, x_BTD, last_BR, specs=(P(), P(), rows, rows), out_specs=rows
+  )
+
+
+def _mix(
+  context: Context, carry: Carry, layer: tuple[Array, Params], config: ModelConfig, block: int
+) -> tuple[Carry, Array, Params]:
+  """Attention; also the normed hidden states for the rest of the layer, and its parameters."""
+  index, params = layer
+  mix = functools.partial(_mix_rows, config=config, block=block)
+  own = {*mixer_specs(config), "mlp_norm"}
+  rows = P(row_axes())
+  x_BTD, normed_BTD, cache = by_rows(
+    mix,
+    index,
+    {name: params[name] for name in own},
+    carry.x_BTD,
+    context,
+    carry.cache,
+    specs=(P(), P(), rows, rows, _of_cache()),
+    out_specs=(rows, rows, _of_cache()),
+  )
+  rest = {name: value for name, value in params.items() if name not in own}
+  return Carry(x_BTD, cache), normed_BTD, rest
+
+
+def _mix_rows(
+  index: Array,
+  params: Params,
+  x_BTD: Array,
+  context: Context,
+  cache: Cache,
+  *,
+  config: ModelConfig,
+  block: int,
+) -> tuple[Array, Array, Cache]:
+  """``_mix`` on the rows of one device."""
+  mixer = mixers.grouped_query if isinstance(config.attention, GroupedQuery) else mixers.latent
+  normed_BTD = rms_norm(x_BTD, params["attention_norm"], config.norm_eps)
+  y_BTD, new = mixer(params, normed_BTD, context.segment_BT, context.turn, config, block)
+  x_BTD += y_BTD
+  cache = {
+    name: lax.dynamic_update_index_in_dim(cache[name], value, index, axis=0)
+    for name, value in new.items()
+  }
+  return x_BTD, rms_norm(x_BTD, params["mlp_norm"], config.norm_eps), cache
+
+
+def check_batch(batch: PackedBatch, block: int) -> None:
+  """Raises unless the arrays of a batch fit each other, the mesh and the attention's blocks.
+
+  Raises:
+    ValueError: a shape does not fit.
+    TypeError: a dtype is wrong.
+  """
+  check_array("token_BT", batch.token_BT, ("B", "T"), jnp.int32)
+  rows, length = batch.token_BT.shape
+  for name in ("position_BT", "segment_BT"):
+    check_array(name, getattr(batch, name), (rows, length), jnp.int32)
+  check_array("last_BR", batch.last_BR, (rows, "R"), jnp.int32)
+  if length % block:
+    raise ValueError(
+      f"token_BT: expected rows of a multiple of attention_block = {block} tokens, got {length}"
+    )
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = math.prod(mesh.shape[axis] for axis in row_axes())
+  if rows % parts:
+    raise ValueError(
+      f"token_BT: expected rows that the {parts} devices of mesh axes {row_axes()} can divide, "
+      f"got {rows}"
+    )
+
+
+def _of_cache() -> P:
+  return P(None, row_axes())

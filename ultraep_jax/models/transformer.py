@@ -1,0 +1,153 @@
+"""Decoders with mixtures of experts, for prefill: packed requests to logits and caches.
+
+Everything but the experts runs on each device for its own rows; experts lie over the mesh axis
+``"expert"`` and are balanced by the layer.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from ultraep_jax.block import check_mesh
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.models import layers
+from ultraep_jax.models.config import ModelConfig
+from ultraep_jax.models.params import AXIS, Spec, param_specs, random_param
+from ultraep_jax.packed import PackedBatch, PrefillResult
+from ultraep_jax.types import Array
+
+
+class Stack(nnx.Module):
+  """The parameters of consecutive layers of one kind, layers first."""
+
+  def __init__(self, params: Mapping[str, nnx.Param[Array]]):
+    for name, param in params.items():
+      setattr(self, name, param)
+
+  def arrays(self) -> dict[str, Array]:
+    return {name: value[...] for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+
+
+class MoETransformer(nnx.Module):
+  """A decoder as ``ModelConfig`` describes it. Changes no state when called.
+
+  Parameters: ``embed`` ``[V, D]``, ``norm`` ``[D]``, ``head`` ``[D, V]`` (unless it is the
+  embedding) and ``stacks``, one ``Stack`` for each run of layers of one kind, with names as in
+  ``params.layer_specs`` and layers as leading axis. Experts are sharded over ``"expert"``, all
+  else is on every device; routers and selection biases are float32.
+
+  Construction and calls need the mesh in context. Construct under ``nnx.jit`` where one device
+  cannot hold all experts.
+
+  >>> import jax, jax.numpy as jnp
+  >>> from flax import nnx
+  >>> import ultraep_jax as uep
+  >>> from ultraep_jax import models, packed
+  >>>
+  >>> config = models.ModelConfig(
+  ...   architecture="qwen3_moe", vocab_size=32, embed_dim=16, is_moe=(True, True),
+  ...   attention=models.GroupedQuery(num_heads=4, num_key_heads=2, head_dim=8),
+  ...   rotary=models.Rotary(dim=8, theta=10_000.0), dense_dim=16, expert_dim=16,
+  ...   gating=uep.GatingConfig(num_experts=8, num_experts_per_tok=2),
+  ... )
+  >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("expert",))):
+  ...   model = models.MoETransformer(
+  ...     config, balance=uep.BalanceConfig(), attention_block=4, rngs=nnx.Rngs(0)
+  ...   )
+  ...   rows = jnp.zeros((jax.device_count(), 8), jnp.int32)
+  ...   batch = packed.PackedBatch(
+  ...     token_BT=rows, position_BT=rows + jnp.arange(8)[None], segment_BT=rows + 1,
+  ...     last_BR=rows[:, :1] + 7,
+  ...   )
+  ...   result = jax.jit(lambda model, batch: model(batch))(model, batch)
+  >>> result.logits_BRV.shape[1:], result.cache["key"].shape[2:]
+  ((1, 32), (8, 2, 8))
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    *,
+    balance: BalanceConfig,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    attention_block: int = 128,
+    rngs: nnx.Rngs,
+  ):
+    """Creates random parameters, already sharded.
+
+    Args:
+      config: of the model.
+      balance: how every mixture of experts balances.
+      dtype: of the computation. Routers, softmax, norms and rotary positions use float32.
+      param_dtype: of all parameters but routers and selection biases.
+      attention_block: tokens that attention takes together; divides the length of rows. Where
+        requests start at multiples of it, attention does not depend on what else is in a row.
+      rngs: the stream ``params`` is used.
+
+    Raises:
+      ValueError: no mesh with axis ``"expert"`` is in context, or it does not divide the experts.
+    """
+    check_mesh(AXIS, config.gating.num_experts)
+
+    def param(spec: Spec) -> nnx.Param[Array]:
+      return nnx.Param(random_param(rngs.params(), spec, param_dtype), out_sharding=spec.axes)
+
+    specs = param_specs(config)
+    self.embed = param(specs["embed",])
+    self.norm = param(specs["norm",])
+    self.head = None if config.tied_embeddings else param(specs["head",])
+    self.stacks = nnx.List(
+      Stack({str(path[-1]): param(s) for path, s in specs.items() if path[:2] == ("stacks", run)})
+      for run in range(len(config.runs))
+    )
+    self.config = config
+    self.balance = balance
+    self.dtype = jnp.dtype(dtype)
+    self.attention_block = attention_block
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  def __call__(self, batch: PackedBatch) -> PrefillResult:
+    """Runs the requests of a batch through all layers.
+
+    Args:
+      batch: rows are divided over the mesh axes ``"data"``, if there is one, and ``"expert"``.
+
+    Returns:
+      Logits of the token after each request. The cache is a dict: for grouped queries of ``key``
+      (rotated) and ``value`` ``[layers, B, T, N, C]``; for latent attention of ``latent``
+      (normed) ``[layers, B, T, R]`` and ``rotary_key`` ``[layers, B, T, C]``, in the dtype of the
+      computation. In padding it holds anything finite.
+
+    Raises:
+      ValueError: shapes do not fit each other, the mesh or ``attention_block``.
+      TypeError: a dtype is wrong.
+    """
+    layers.check_batch(batch, self.attention_block)
+    config, embed_VD = self.config, self.embed[...]
+    head_DV = embed_VD.T if self.head is None else self.head[...]
+    carry, context = layers.start(embed_VD, batch, config, self.dtype)
+    all_stats, first = [], 0
+    for stack, run in zip(self.stacks, config.runs, strict=True):
+      step = functools.partial(
+        layers.moe_layer if config.is_moe[run[0]] else layers.dense_layer,
+        context,
+        config=config,
+        balance=self.balance,
+        block=self.attention_block,
+      )
+      index = jnp.arange(first, first + len(run), dtype=jnp.int32)
+      carry, stats = lax.scan(step, carry, (index, stack.arrays()))
+      first += len(run)
+      all_stats += [] if stats is None else [stats]
+    logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
+    stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_stats) if all_stats else None
+    return PrefillResult(logits_BRV, carry.cache, stats)
