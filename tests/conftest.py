@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, strict promotion and deterministic property tests for every test."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -10,6 +11,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -18,3 +20,14 @@ hypothesis.settings.register_profile(
   "deterministic", derandomize=True, deadline=None, max_examples=50, database=None
 )
 hypothesis.settings.load_profile("deterministic")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs() -> Iterator[None]:
+  """Frees a module's programs after it.
+
+  Each holds several of the 65,530 memory maps that Linux gives a process by default; a worker
+  that kept those of the whole suite would crash in the compiler.
+  """
+  yield
+  jax.clear_caches()

@@ -213,6 +213,11 @@ CONFIGS = {
     "min_tokens_per_replica: expected at least 1, got 0",
   ),
   "domain of zero": ({"domain_size": 0}, ValueError, "domain_size: expected at least 1, got 0"),
+  "a number for a bool": (
+    {"batch_invariant": 1},
+    TypeError,
+    "batch_invariant: expected a bool, got int",
+  ),
   "negative cost": ({"copy_rows": -1}, ValueError, "copy_rows: expected at least 0, got -1"),
   "unknown objective": ({"objective": "speed"}, ValueError, "objective: expected one of"),
   "unknown strategy": ({"strategy": "best"}, ValueError, "strategy: expected one of"),

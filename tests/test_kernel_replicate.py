@@ -302,9 +302,33 @@ class Device:
     ([Device(compute_capability="8.0")], (0, 11, 2), "need Hopper"),
     ([Device(compute_capability="10.0")], (0, 11, 2), "need Hopper"),
     ([Device(compute_capability="gfx942")], (0, 11, 2), "need Hopper"),
-    ([Device(), Device(process_index=1)], (0, 11, 2), "need one process"),
+    ([Device(), Device(), Device(process_index=1)], (0, 11, 2), "one process that drives all GPUs"),
+    ([Device(), Device(process_index=1)], (0, 11, 2), "NCCL >= 2.29 .*, no NCCL is loaded"),
   ],
 )
 def test_says_why_it_cannot_run(devices, version, reason):
   answer = support.why_unsupported(devices, version)
   assert answer is None if reason is None else re.search(reason, answer)
+
+
+class Nccl:
+  """A loaded library: writes its version where the caller points."""
+
+  def __init__(self, number):
+    self.number = number
+
+  def ncclGetVersion(self, pointer):
+    pointer._obj.value = self.number
+
+
+@pytest.mark.parametrize(
+  ("number", "version", "reason"),
+  [
+    (22809, (2, 28, 9), "NCCL >= 2.29 .*, this is 2.28.9"),
+    (23102, (2, 31, 2), "been verified"),
+  ],
+)
+def test_reads_the_version_of_a_loaded_nccl(monkeypatch, number, version, reason):
+  monkeypatch.setattr(support.ctypes, "CDLL", lambda *args, **kwargs: Nccl(number))
+  assert support.nccl_version() == version
+  assert re.search(reason, support.why_unsupported([Device(), Device(process_index=1)]))

@@ -447,6 +447,36 @@ def test_several_rounds_of_several_steps_that_differ_between_groups():
   assert stats.load_after_G[0].max() == 16 and stats.load_after_G[1].max() == 64
 
 
+def test_batch_invariant_equals_dense_in_several_rounds():
+  problem = make_problem(make_mesh(4, 2), top_k=4, masked=True)
+  config = dataclasses.replace(CONFIG, batch_invariant=True, strategy=pile_up, capacity_factor=1.0)
+  y, stats, grads = value_and_grads(layer(problem, config), problem)
+  expected_y, expected_grads = dense(problem)
+  assert relative_error(y, expected_y) <= 1e-5
+  assert relative_error(grads, expected_grads) <= 1e-5
+  assert int(jnp.max(stats.rounds)) > 1
+
+
+def test_batch_invariant_tokens_do_not_feel_the_rest_of_the_batch():
+  """The second half of each rank's tokens changes its choices, and with them the plan."""
+  problem = make_problem(make_mesh(4), home_experts=4, top_k=8, tokens=32, width=64)
+  kept = np.arange(problem.x.shape[0]) % 32 < 16
+  others = np.broadcast_to(np.arange(8, 16, dtype=np.int32), problem.expert_index.shape)
+  changed = jnp.where(kept[:, None], problem.expert_index, others)
+  with jax.set_mesh(problem.mesh):
+    for invariant in (True, False):
+      config = dataclasses.replace(CONFIG, batch_invariant=invariant)
+      apply = jax.jit(layer(problem, config))
+      outputs = []
+      for index in (problem.expert_index, changed):
+        index = jax.device_put(index, problem.expert_index.sharding)
+        y, stats = apply(problem.x, index, problem.gate, problem.weights)
+        outputs.append((y[kept], stats.replica_expert_GS))
+      (y, plan), (other_y, other_plan) = jax.device_get(outputs)
+      assert (plan != other_plan).any()
+      assert (y == other_y).all() == invariant
+
+
 def test_low_precision_gates_get_gradients_of_their_dtype():
   problem = make_problem(make_mesh(2))
   low = dataclasses.replace(problem, gate=problem.gate.astype(jnp.bfloat16))

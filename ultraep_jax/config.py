@@ -38,6 +38,9 @@ class BalanceConfig:
       egress). The portable implementation passes copies round a ring instead.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
       ``None``: from the weights' byte width and the rates measured on H200.
+    batch_invariant: a token's result does not depend on the other tokens of the batch, through
+      the plan that they bring about. Every assignment crosses the links for itself, up to K
+      times the bytes, and a token's experts are summed in the order of its choices.
     implementation: ``"mosaic_gpu"`` (kernels for Hopper GPUs), ``"portable"`` (plain JAX) or
       ``"auto"``: per operation, a kernel if it can do it here.
 
@@ -55,6 +58,7 @@ class BalanceConfig:
   domain_size: int | None = None
   transfer: Literal["auto", "direct", "relay"] = "auto"
   copy_rows: int | None = None
+  batch_invariant: bool = False
   implementation: Implementation = "auto"
 
   def __post_init__(self) -> None:
@@ -64,6 +68,10 @@ class BalanceConfig:
       check_int("domain_size", self.domain_size, minimum=1)
     if self.copy_rows is not None:
       check_int("copy_rows", self.copy_rows, minimum=0)
+    if not isinstance(self.batch_invariant, bool):
+      raise TypeError(
+        f"batch_invariant: expected a bool, got {type(self.batch_invariant).__name__}"
+      )
     check_factor("capacity_factor", self.capacity_factor)
     if self.target is not None:
       check_factor("target", self.target)

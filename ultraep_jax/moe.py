@@ -105,7 +105,8 @@ def moe(
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
   axes = varying_axes(x_TD, expert_index_TK, gate_TK, weights, routing)
-  y_TD: Any = _experts_on_tokens(  # custom_vjp hides the type
+  compute = _assignments_apart if config.batch_invariant else _experts_on_tokens
+  y_TD: Any = compute(  # custom_vjp hides the type
     static,
     to_varying(x_TD, axes),
     to_varying(gate_TK.astype(jnp.float32), axes),
@@ -258,6 +259,30 @@ def _backward(
 
 
 _experts_on_tokens.defvjp(_forward, _backward)
+
+
+def _assignments_apart(
+  static: _Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: _Routing
+) -> Array:
+  """``_experts_on_tokens`` with every assignment a token of its own, summed where it came from.
+
+  A token's experts are summed in the order of its choices then, wherever the plan put them.
+  """
+  num_tokens, top_k = gate_TK.shape
+  routes = routing.routes._replace(
+    dest_TK=routing.routes.dest_TK.reshape(-1, 1), row_TK=routing.routes.row_TK.reshape(-1, 1)
+  )
+  y_AD: Any = _experts_on_tokens(
+    static,
+    jnp.repeat(x_TD, top_k, axis=0),
+    gate_TK.reshape(-1, 1),
+    weights,
+    routing._replace(routes=routes),
+  )
+  y_TKD = y_AD.reshape(num_tokens, top_k, -1).astype(jnp.float32)
+  # One addition after another: a reduction's order is the compiler's.
+  y_TD = functools.reduce(jnp.add, (y_TKD[:, k] for k in range(top_k)))
+  return y_TD.astype(x_TD.dtype)
 
 
 def _replicas(
