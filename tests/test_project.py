@@ -42,6 +42,7 @@ LAYERS = (
   ("commands",),
   ("__init__",),
   ("bench",),
+  ("models",),
   ("simulate",),
   ("viewer",),
   ("trace",),

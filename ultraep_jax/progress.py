@@ -1,7 +1,8 @@
 """Progress bars, where there is somebody to see them."""
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 def progress[T](values: Iterable[T], what: str = "", unit: str = "it") -> Iterable[T]:
@@ -19,3 +20,25 @@ def progress[T](values: Iterable[T], what: str = "", unit: str = "it") -> Iterab
   except ImportError:
     return values
   return tqdm(values, desc=what or None, unit=unit, leave=False)
+
+
+@contextlib.contextmanager
+def byte_progress(total: int, what: str = "") -> Iterator[Callable[[int], object]]:
+  """A bar that counts bytes, where `progress` would show one.
+
+  Args:
+    total: bytes until done.
+    what: is being done, before the bar.
+
+  Yields:
+    A function to call with the bytes done since its last call, from one thread.
+  """
+  tqdm = None
+  if sys.stderr.isatty():
+    with contextlib.suppress(ImportError):
+      from tqdm import tqdm
+  if tqdm is None:
+    yield lambda count: None
+    return
+  with tqdm(total=total, desc=what or None, unit="B", unit_scale=True, leave=False) as bar:
+    yield bar.update

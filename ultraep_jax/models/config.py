@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -85,8 +86,8 @@ class ModelConfig:
     gating: how every router chooses.
     norm_eps: added to the mean square in norms.
     tied_embeddings: the output matrix is the embedding.
-    fp8_block: rows and columns of a block with one scale, where the checkpoint holds weights as
-      ``float8_e4m3fn``; None: it holds none.
+    num_extra_layers: layers behind the last one that checkpoints hold and prefill does not run,
+      as they predict several tokens at once.
   """
 
   architecture: Architecture
@@ -101,7 +102,7 @@ class ModelConfig:
   gating: GatingConfig
   norm_eps: float = 1e-6
   tied_embeddings: bool = False
-  fp8_block: tuple[int, int] | None = None
+  num_extra_layers: int = 0
 
   @property
   def runs(self) -> tuple[tuple[int, ...], ...]:
@@ -110,7 +111,7 @@ class ModelConfig:
     return tuple(tuple(layers) for _, layers in grouped)
 
   @classmethod
-  def from_folder(cls, folder: str | pathlib.Path) -> "ModelConfig":
+  def from_folder(cls, folder: str | os.PathLike[str]) -> "ModelConfig":
     """Reads ``config.json`` in the folder of a checkpoint.
 
     Raises:
@@ -138,7 +139,6 @@ class ModelConfig:
       expert_dim=fields.integer(hf, "moe_intermediate_size"),
       norm_eps=fields.number(hf, "rms_norm_eps"),
       tied_embeddings=fields.flag(hf, "tie_word_embeddings", False),
-      fp8_block=fields.fp8_block(hf),
       **read[architecture](hf),
     )
 
@@ -219,8 +219,11 @@ def _sigmoid_routed(hf: Mapping[str, Any]) -> dict[str, Any]:
   fields.choice(hf, "moe_layer_freq", (1,), default=1)
   dense = fields.integer(hf, "first_k_dense_replace", minimum=0)
   layers = range(fields.integer(hf, "num_hidden_layers"))
+  # Newer versions of transformers have another name.
+  extra = "num_mtp_layers" if "num_mtp_layers" in hf else "num_nextn_predict_layers"
   return {
     "is_moe": tuple(layer >= dense for layer in layers),
+    "num_extra_layers": fields.integer(hf, extra, 1, minimum=0),
     "num_shared_experts": fields.integer(hf, "n_shared_experts", minimum=0),
     "gating": GatingConfig(
       num_experts=fields.integer(hf, "n_routed_experts"),

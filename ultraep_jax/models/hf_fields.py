@@ -71,22 +71,7 @@ def check_supported(hf: Mapping[str, Any]) -> None:
   kinds = _value(hf, "layer_types", "a list", [])
   if set(kinds) - {"full_attention"}:
     raise wrong("layer_types", "only 'full_attention'", kinds)
-
-
-def fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-  """Rows and columns of a block with one scale, if the weights are quantised."""
-  quantization = hf.get("quantization_config")
-  if quantization is None:
-    return None
-  where = "quantization_config."
-  fields = {where + name: value for name, value in quantization.items()}
-  choice(fields, where + "quant_method", ("fp8",))
-  choice(fields, where + "fmt", ("e4m3",), default="e4m3")
-  choice(fields, where + "activation_scheme", ("dynamic",), default="dynamic")
-  block = integers(fields, where + "weight_block_size")
-  if len(block) != 2 or min(block) < 1:
-    raise wrong(where + "weight_block_size", "two sizes above 0", block)
-  return block[0], block[1]
+  _check_quantization(hf)
 
 
 def rotary(hf: Mapping[str, Any], head_dim: int, partial: float | None = None) -> Rotary:
@@ -116,6 +101,19 @@ def yarn_score_factor(hf: Mapping[str, Any]) -> float:
   if rope["rope_type"] != "yarn" or not rope.get("mscale_all_dim"):
     return 1.0
   return _mscale(_yarn_factor(hf, rope), number(rope, "mscale_all_dim")) ** 2
+
+
+def _check_quantization(hf: Mapping[str, Any]) -> None:
+  where = "quantization_config."
+  fields = {where + name: value for name, value in (hf.get("quantization_config") or {}).items()}
+  if not fields:
+    return
+  choice(fields, where + "quant_method", ("fp8",))
+  choice(fields, where + "fmt", ("e4m3",), default="e4m3")
+  choice(fields, where + "activation_scheme", ("dynamic",), default="dynamic")
+  block = integers(fields, where + "weight_block_size")
+  if len(block) != 2 or min(block) < 1:
+    raise wrong(where + "weight_block_size", "two sizes of at least 1", block)
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:

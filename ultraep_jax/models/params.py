@@ -1,7 +1,7 @@
 """The parameters of a model as a table: shapes, mesh axes, dtypes and random values."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ultraep_jax.models.rows import is_explicit
 from ultraep_jax.types import Array
 
 AXIS = "expert"  # of the mesh, over which experts lie
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]  # of names and indices
 
 
 class Spec(NamedTuple):

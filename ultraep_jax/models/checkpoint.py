@@ -1,0 +1,166 @@
+"""A folder of Hugging Face safetensors: everything known and checked before data is read."""
+
+import math
+import os
+import pathlib
+import weakref
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ultraep_jax.models import fp8
+from ultraep_jax.models.folder import read_block_size, read_tensors
+from ultraep_jax.models.problems import closest
+from ultraep_jax.models.safetensors_file import DTYPES, Tensor, read_ranges
+
+TRANSPOSED_ROWS = 32  # copied at a time: 0.8 elements/ns, where whole matrices go at 0.1
+
+
+class Checkpoint:
+  """The tensors of a folder, read by slices.
+
+  The folder holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
+  names, of which tensors that the index does not name are no part. Opening reads headers only.
+  Block-scaled FP8 weights (`fp8`) read as their values; the size of a block is in ``config.json``.
+  Files stay open for as long as the object lives; several threads may read at once.
+
+  Attributes:
+    folder: of the checkpoint.
+    tensors: by name.
+    block: rows and columns per factor of FP8 weights; None: the configuration names none.
+  """
+
+  folder: pathlib.Path
+  tensors: Mapping[str, Tensor]
+  block: tuple[int, int] | None
+
+  def __init__(self, folder: str | os.PathLike[str]) -> None:
+    """Opens a folder.
+
+    Raises:
+      FileNotFoundError: no checkpoint in it, or its index names files that are not there.
+      ValueError: a file is damaged or cut short, or the index names tensors that its files lack.
+    """
+    self.folder = pathlib.Path(folder)
+    self.tensors = read_tensors(self.folder)
+    self.block = read_block_size(self.folder)
+    self._descriptors: dict[str, int] = {}
+    for file in {tensor.file: None for tensor in self.tensors.values()}:
+      descriptor = os.open(self.folder / file, os.O_RDONLY)
+      weakref.finalize(self, os.close, descriptor)
+      self._descriptors[file] = descriptor
+
+  def problem(self, name: str) -> str | None:
+    """What keeps a tensor from being read, or None."""
+    tensor = self.tensors.get(name)
+    if tensor is None:
+      near = closest(name, self.tensors)
+      return f"{name}: not in the checkpoint" + (f" (closest: {', '.join(near)})" if near else "")
+    if tensor.dtype is None:
+      return f"{name}: expected a dtype of {', '.join(DTYPES)}, got {tensor.format}"
+    return self._scale_problem(name, tensor) if tensor.format == "F8_E4M3" else None
+
+  def _scale_problem(self, name: str, tensor: Tensor) -> str | None:
+    if self.block is None:
+      return f"{name}: expected quantization_config.weight_block_size in config.json for FP8"
+    scales = self.tensors.get(fp8.scales_name(name))
+    if scales is None:
+      return f"{name}: expected scales {fp8.scales_name(name)} for FP8, got none"
+    if len(tensor.shape) != 2:
+      return f"{name}: expected a matrix for FP8, got shape {tensor.shape}"
+    expected = tuple(-(-n // size) for n, size in zip(tensor.shape, self.block, strict=True))
+    if scales.shape != expected or scales.format not in fp8.SCALE_FORMATS:
+      formats = " or ".join(fp8.SCALE_FORMATS)
+      got = f"{scales.format} {scales.shape}"
+      return f"{fp8.scales_name(name)}: expected {formats} of shape {expected}, got {got}"
+    return None
+
+  def parts(self, name: str) -> tuple[str, ...]:
+    """The tensors that reading one needs: itself, and its factors if it is FP8."""
+    is_fp8 = name in self.tensors and self.tensors[name].format == "F8_E4M3"
+    return (name, fp8.scales_name(name)) if is_fp8 else (name,)
+
+  def nbytes(self, name: str, index: Sequence[slice] = ()) -> int:
+    """Bytes that reading a slice takes from the disk."""
+    tensor = self._readable(name)
+    ranges = _ranges(tensor, index)
+    total = _size(ranges) * _dtype(tensor).itemsize
+    if self.block is not None and tensor.format == "F8_E4M3":
+      scales = self.tensors[fp8.scales_name(name)]
+      total += _size(fp8.scale_ranges(ranges, self.block)) * _dtype(scales).itemsize
+    return total
+
+  def read(self, name: str, index: Sequence[slice] = ()) -> np.ndarray:
+    """Values of a slice of a tensor.
+
+    Args:
+      name: of the tensor.
+      index: slices of step 1 along the first axes; the other axes whole.
+
+    Returns:
+      An array of the tensor's dtype; float32 for block-scaled FP8.
+
+    Raises:
+      ValueError: what `problem` says.
+      OSError: a file was cut short since the checkpoint was opened.
+    """
+    tensor = self._readable(name)
+    ranges = _ranges(tensor, index)
+    values = self._stored(tensor, ranges)
+    if self.block is None or tensor.format != "F8_E4M3":
+      return values
+    places = fp8.scale_ranges(ranges, self.block)
+    scales = self._stored(self.tensors[fp8.scales_name(name)], places)
+    return fp8.dequantize(values, scales, ranges, self.block)
+
+  def read_into(self, out: np.ndarray, name: str, index: Sequence[slice] = ()) -> None:
+    """Writes values of a slice of a tensor into an array, converted to its dtype.
+
+    Args:
+      out: of the shape of the slice, with any strides: a transposed view transposes.
+      name, index: as for `read`.
+
+    Raises:
+      ValueError, OSError: as for `read`.
+    """
+    tensor = self._readable(name)
+    ranges = _ranges(tensor, index)
+    if tensor.format != "F8_E4M3" and out.dtype == tensor.dtype and out.flags.c_contiguous:
+      read_ranges(self._descriptors[tensor.file], tensor, ranges, out)
+      return
+    values = self.read(name, index).astype(out.dtype, copy=False)
+    if out.ndim < 2 or out.flags.c_contiguous:
+      out[...] = values
+      return
+    for first in range(0, out.shape[-2], TRANSPOSED_ROWS):
+      rows = slice(first, first + TRANSPOSED_ROWS)
+      out[..., rows, :] = values[..., rows, :]
+
+  def _readable(self, name: str) -> Tensor:
+    if problem := self.problem(name):
+      raise ValueError(f"checkpoint {self.folder}: {problem}")
+    return self.tensors[name]
+
+  def _stored(self, tensor: Tensor, ranges: Sequence[range]) -> np.ndarray:
+    out = np.empty([len(r) for r in ranges], _dtype(tensor))
+    read_ranges(self._descriptors[tensor.file], tensor, ranges, out)
+    return out
+
+
+def _ranges(tensor: Tensor, index: Sequence[slice]) -> tuple[range, ...]:
+  if len(index) > len(tensor.shape):
+    raise ValueError(f"index: expected at most {len(tensor.shape)} slices, got {len(index)}")
+  slices = [*index, *[slice(None)] * (len(tensor.shape) - len(index))]
+  ranges = tuple(range(*s.indices(n)) for s, n in zip(slices, tensor.shape, strict=True))
+  if any(r.step != 1 for r in ranges):
+    raise ValueError(f"index: expected slices of step 1, got {index}")
+  return tuple(r if len(r) else range(0) for r in ranges)
+
+
+def _size(ranges: Sequence[range]) -> int:
+  return math.prod(len(r) for r in ranges)
+
+
+def _dtype(tensor: Tensor) -> np.dtype:
+  assert tensor.dtype is not None, tensor
+  return tensor.dtype

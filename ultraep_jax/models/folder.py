@@ -1,0 +1,70 @@
+"""The files of a checkpoint's folder, and the headers that say what is in them."""
+
+import json
+import pathlib
+from typing import Any
+
+from ultraep_jax.models.problems import summary
+from ultraep_jax.models.safetensors_file import Tensor, read_header
+
+
+def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
+  """The tensors of a folder by name; see `Checkpoint` for what it raises."""
+  single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+  if single.exists():
+    return read_header(folder, single.name)
+  if not index.exists():
+    raise FileNotFoundError(
+      f"checkpoint {folder}: expected {single.name} or {index.name}, got neither"
+    )
+  places = _weight_map(index)
+  files = sorted(set(places.values()))
+  if missing := [file for file in files if not (folder / file).exists()]:
+    report = summary({"missing files": missing})
+    raise FileNotFoundError(f"checkpoint {folder}: expected the files of its index, got\n{report}")
+  headers: dict[str, dict[str, Tensor]] = {}
+  damaged = []
+  for file in files:
+    try:
+      headers[file] = read_header(folder, file)
+    except ValueError as error:
+      damaged.append(str(error))
+  # A damaged file's tensors are not missing.
+  absent = [f"{n} in {f}" for n, f in places.items() if f in headers and n not in headers[f]]
+  if damaged or absent:
+    report = summary({"damaged files": damaged, "tensors of the index that are absent": absent})
+    raise ValueError(f"checkpoint {folder}: expected what its index names, got\n{report}")
+  return {name: headers[file][name] for name, file in places.items()}
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+  places = _json(index).get("weight_map")
+  if not isinstance(places, dict):
+    raise ValueError(f"{index}: expected weight_map from tensor to file, got {places!r:.80}")
+  return places
+
+
+def read_block_size(folder: pathlib.Path) -> tuple[int, int] | None:
+  """Rows and columns per factor of FP8 weights, or None if config.json names none."""
+  if not (folder / "config.json").exists():
+    return None
+  block = (_json(folder / "config.json").get("quantization_config") or {}).get("weight_block_size")
+  if block is None:
+    return None
+  try:
+    rows, columns = (int(size) for size in block)
+  except (TypeError, ValueError):
+    rows = columns = 0
+  if min(rows, columns) < 1:
+    raise ValueError(f"{folder}/config.json: expected two positive weight_block_size, got {block}")
+  return rows, columns
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    value = json.loads(path.read_text())
+  except ValueError as error:
+    raise ValueError(f"{path}: expected JSON, got {error}") from error
+  if not isinstance(value, dict):
+    raise ValueError(f"{path}: expected a JSON object, got {value!r:.80}")
+  return value

@@ -1,0 +1,55 @@
+"""Block-scaled FP8 weights, as DeepSeek stores them.
+
+``X.weight`` is float8_e4m3fn, and ``X.weight_scale_inv`` holds a factor for each block of
+``weight_block_size`` rows and columns; the last blocks may be cut off. Despite its name, the factor
+multiplies. Some publishers store the factors in bfloat16.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SCALE_FORMATS = ("F32", "BF16")
+
+
+def scales_name(name: str) -> str:
+  """The tensor that holds the factors of a weight."""
+  return f"{name}_scale_inv"
+
+
+def scale_ranges(ranges: Sequence[range], block: Sequence[int]) -> tuple[range, ...]:
+  """Which factors a slice of the weight needs.
+
+  Args:
+    ranges: per axis of the weight, of step 1.
+    block: elements per factor along each axis.
+  """
+  return tuple(
+    range(r.start // size, -(-r.stop // size)) if len(r) else range(0)
+    for r, size in zip(ranges, block, strict=True)
+  )
+
+
+def dequantize(
+  weight: np.ndarray, scales: np.ndarray, ranges: Sequence[range], block: Sequence[int]
+) -> np.ndarray:
+  """Values of a slice of a weight: each element times the factor of its block, in float32.
+
+  Args:
+    weight: [rows, columns], the slice.
+    scales: the factors at ``scale_ranges(ranges, block)``, float32 or bfloat16.
+    ranges: where the slice lies in the weight; it need not begin or end with a block.
+    block: rows and columns per factor.
+
+  Returns:
+    float32 [rows, columns].
+  """
+  values = weight.astype(np.float32)
+  rows, columns = (np.asarray(r) // size for r, size in zip(ranges, block, strict=True))
+  if not values.size:
+    return values
+  factors = scales.astype(np.float32)[:, columns - columns[0]]
+  starts = np.searchsorted(rows, np.arange(rows[0], rows[-1] + 2))
+  for factor, first, last in zip(factors, starts[:-1], starts[1:], strict=True):
+    values[first:last] *= factor
+  return values
