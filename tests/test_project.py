@@ -43,6 +43,7 @@ LAYERS = (
   ("__init__",),
   ("bench",),
   ("models",),
+  ("packed",),
   ("simulate",),
   ("viewer",),
   ("trace",),

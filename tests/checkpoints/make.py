@@ -56,12 +56,13 @@ _DEEPSEEK = {
   "moe_layer_freq": 1,
   "first_k_dense_replace": 1,
   "num_nextn_predict_layers": 1,
-  "rms_norm_eps": 1e-6,
+  "rms_norm_eps": 1e-3,
   "rope_theta": 10000,
   "attention_bias": False,
   "tie_word_embeddings": False,
 }
-# Contents of config.json, in the form that the Hub has for these models.
+# Contents of config.json, in the form that the Hub has for these models. rms_norm_eps is large
+# enough to show in the logits.
 CONFIGS: dict[str, dict[str, Any]] = {
   "qwen3_moe": {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -75,7 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [2],
-    "rms_norm_eps": 1e-6,
+    "rms_norm_eps": 1e-3,
     "rope_theta": 1000000.0,
     "rope_scaling": None,
     "attention_bias": False,
@@ -99,7 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,
     "rope_theta": 1000000,
     "rope_scaling": None,
     "use_qk_norm": True,

@@ -50,23 +50,22 @@ class MoETransformer(nnx.Module):
   >>> from ultraep_jax import models, packed
   >>>
   >>> config = models.ModelConfig(
-  ...   architecture="qwen3_moe", vocab_size=32, embed_dim=16, is_moe=(True, True),
+  ...   architecture="qwen3_moe", vocab_size=32, embed_dim=16, is_moe=(True,) * 4,
   ...   attention=models.GroupedQuery(num_heads=4, num_key_heads=2, head_dim=8),
   ...   rotary=models.Rotary(dim=8, theta=10_000.0), dense_dim=16, expert_dim=16,
   ...   gating=uep.GatingConfig(num_experts=8, num_experts_per_tok=2),
   ... )
-  >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("expert",))):
-  ...   model = models.MoETransformer(
+  >>> row = jnp.arange(8, dtype=jnp.int32)[None]
+  >>> batch = packed.PackedBatch(
+  ...   token_BT=row, position_BT=row, segment_BT=jnp.ones_like(row), last_BR=row[:, 7:]
+  ... )
+  >>> with jax.set_mesh(jax.make_mesh((1,), ("expert",))):
+  ...   model = nnx.eval_shape(lambda: models.MoETransformer(
   ...     config, balance=uep.BalanceConfig(), attention_block=4, rngs=nnx.Rngs(0)
-  ...   )
-  ...   rows = jnp.zeros((jax.device_count(), 8), jnp.int32)
-  ...   batch = packed.PackedBatch(
-  ...     token_BT=rows, position_BT=rows + jnp.arange(8)[None], segment_BT=rows + 1,
-  ...     last_BR=rows[:, :1] + 7,
-  ...   )
-  ...   result = jax.jit(lambda model, batch: model(batch))(model, batch)
-  >>> result.logits_BRV.shape[1:], result.cache["key"].shape[2:]
-  ((1, 32), (8, 2, 8))
+  ...   ))
+  ...   result = jax.eval_shape(lambda model, batch: model(batch), model, batch)
+  >>> result.logits_BRV.shape, result.cache["key"].shape, result.stats.expert_load_E.shape
+  ((1, 1, 32), (4, 1, 8, 2, 8), (4, 1, 8))
   """
 
   def __init__(

@@ -1,0 +1,148 @@
+"""Published architectures against the logits that `transformers` computed (checkpoints/make.py)."""
+
+import json
+import math
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from prompts import FOLDER, lay_out, read_prompts, request_of
+
+from ultraep_jax import models
+from ultraep_jax.config import BalanceConfig
+
+ROWS, LENGTH, REQUESTS, BLOCK = 8, 64, 3, 8
+ALONE = {prompt: (prompt, 0) for prompt in range(5)}
+# Starts are multiples of BLOCK; most rows are empty.
+PACKED = {3: (0, 0), 4: (0, 24), 0: (2, 8), 1: (2, 16), 2: (2, 40)}
+# Starts are anywhere, with and without padding between requests.
+TIGHT = {4: (1, 3), 3: (1, 40), 2: (5, 5), 1: (5, 18), 0: (5, 63)}
+
+
+def mesh_of(text: str) -> jax.sharding.Mesh:
+  """``"4"`` along ``expert`` or ``"2x4"`` along ``data`` and it; Explicit unless it says auto."""
+  sizes = tuple(map(int, text.removesuffix(" auto").split("x")))
+  kind = AxisType.Auto if text.endswith("auto") else AxisType.Explicit
+  names = ("data", "expert")[-len(sizes) :]
+  devices = jax.devices()[: math.prod(sizes)]
+  return jax.make_mesh(sizes, names, (kind,) * len(sizes), devices=devices)
+
+
+class Program:
+  """One checkpoint on one mesh, compiled once for all layouts."""
+
+  def __init__(self, name: str, balance: BalanceConfig):
+    self.prompts, self.expected = read_prompts(name)
+    self.model = models.load(
+      FOLDER / name, balance=balance, dtype=jnp.float32, attention_block=BLOCK
+    )
+    self.run = jax.jit(lambda model, batch: model(batch))
+
+  def __call__(self, places: dict[int, tuple[int, int]], padding_token: int = 0) -> Any:
+    batch = lay_out(self.prompts, places, ROWS, LENGTH, REQUESTS, padding_token)
+    return jax.tree.map(np.asarray, self.run(self.model, batch))
+
+  def logits(self, result: Any, places: dict[int, tuple[int, int]]) -> list[np.ndarray]:
+    return [result.logits_BRV[request_of(places, prompt)] for prompt in sorted(places)]
+
+  def check(self, result: Any, places: dict[int, tuple[int, int]]) -> None:
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result))
+    for logits, expected in zip(self.logits(result, places), self.expected, strict=True):
+      np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+  ("name", "mesh", "strategy"),
+  [
+    ("qwen3_moe", "2", "quota"),
+    ("glm4_moe", "1", "none"),
+    ("deepseek_v3_fp8", "1", "none"),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ("qwen3_moe", "1", "quota"),
+        ("qwen3_moe", "8", "none"),
+        ("qwen3_moe", "2 auto", "none"),
+        ("glm4_moe", "2", "none"),
+        ("glm4_moe", "8", "quota"),
+        ("glm4_moe", "2x4", "quota"),
+        ("deepseek_v3", "1", "none"),
+        ("deepseek_v3", "4", "quota"),
+        ("deepseek_v3", "8", "quota"),
+        ("deepseek_v3_fp8", "4", "none"),
+        ("deepseek_v3_fp8", "2x4 auto", "quota"),
+      )
+    ),
+  ],
+)
+def test_logits(name, mesh, strategy):
+  with jax.set_mesh(mesh_of(mesh)):
+    program = Program(name, BalanceConfig(strategy=strategy))
+    for places in (ALONE, PACKED, TIGHT):
+      program.check(program(places), places)
+    clean, wild = program(TIGHT), program(TIGHT, padding_token=100)
+    np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
+    assert clean.stats.expert_load_E.sum() == sum(map(len, program.prompts)) * _choices(program)
+
+
+def _choices(program: Program) -> int:
+  config = program.model.config
+  return sum(config.is_moe) * config.gating.num_experts_per_tok
+
+
+def test_results_do_not_depend_on_the_batch():
+  """Bit for bit, where requests start at blocks; and the cache holds what a prefix gives."""
+  with jax.set_mesh(mesh_of("2x2")):
+    program = Program("deepseek_v3", BalanceConfig(batch_invariant=True))
+    alone, packed = program(ALONE), program(PACKED)
+    program.check(alone, ALONE)
+    pairs = zip(program.logits(alone, ALONE), program.logits(packed, PACKED), strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
+    for name, cache in packed.cache.items():
+      for prompt, (row, start) in PACKED.items():
+        length = len(program.prompts[prompt])
+        one, other = alone.cache[name][:, prompt, :length], cache[:, row, start : start + length]
+        np.testing.assert_array_equal(one, other, err_msg=f"{name} of {prompt}")
+        assert one.any(axis=-1).all()
+    # The last prompt's first tokens, as a prompt of their own.
+    program.prompts[3] = program.prompts[4][:24]
+    prefix = program(PACKED)
+    for name, cache in prefix.cache.items():
+      np.testing.assert_array_equal(cache[:, 0, :24], cache[:, 0, 24:48], err_msg=name)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close():
+  prompts, expected = read_prompts("qwen3_moe")
+  with jax.set_mesh(mesh_of("1")):
+    model = models.load(
+      FOLDER / "qwen3_moe", balance=BalanceConfig(strategy="none"), attention_block=BLOCK
+    )
+    batch = lay_out(prompts, ALONE, ROWS, LENGTH, REQUESTS)
+    result = jax.jit(lambda model, batch: model(batch))(model, batch)
+  assert model.embed[...].dtype == result.cache["key"].dtype == jnp.bfloat16
+  assert model.stacks[0].router[...].dtype == result.logits_BRV.dtype == jnp.float32
+  for prompt, logits in enumerate(expected):
+    error = np.abs(np.asarray(result.logits_BRV)[prompt, 0] - logits).max()
+    assert error < 0.1 * np.abs(logits).max()
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+  """Fewer layers, or another kind of layer, than the tensors are for."""
+  shutil.copytree(FOLDER / "qwen3_moe", tmp_path, dirs_exist_ok=True)
+  hf = json.loads((tmp_path / "config.json").read_text())
+
+  def message(**changes: object) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(hf | changes))
+    with jax.set_mesh(mesh_of("2")), pytest.raises(ValueError) as error:
+      models.load(tmp_path, balance=BalanceConfig())
+    return str(error.value)
+
+  assert "model.layers.2.mlp.down_proj.weight" in message(num_hidden_layers=2)
+  assert "model.layers.2.mlp.experts.0.gate_proj.weight: not in" in message(mlp_only_layers=[])
+  assert "lm_head.weight: not in" in message(tie_word_embeddings=False)
+  assert "model.layers.0.self_attn.v_proj.weight for" in message(head_dim=8)

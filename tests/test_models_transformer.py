@@ -1,0 +1,112 @@
+"""The model itself: construction with and without memory, tracing, and checks of its input."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from prompts import lay_out
+from test_models_config import PUBLISHED
+
+from ultraep_jax import models
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.gating import GatingConfig
+from ultraep_jax.models.params import param_specs
+from ultraep_jax.packed import PackedBatch
+
+SMALL = models.ModelConfig(
+  architecture="qwen3_moe",
+  vocab_size=32,
+  embed_dim=16,
+  is_moe=(False, False),
+  attention=models.GroupedQuery(num_heads=4, num_key_heads=2, head_dim=8),
+  rotary=models.Rotary(dim=8, theta=10_000.0),
+  dense_dim=24,
+  expert_dim=8,
+  gating=GatingConfig(num_experts=8, num_experts_per_tok=2),
+)
+
+
+def make(config: models.ModelConfig) -> models.MoETransformer:
+  return models.MoETransformer(
+    config,
+    balance=BalanceConfig(strategy="none"),
+    param_dtype=jnp.bfloat16,
+    attention_block=4,
+    rngs=nnx.Rngs(0),
+  )
+
+
+def expert_mesh(size: int) -> jax.sharding.Mesh:
+  return jax.make_mesh((size,), ("expert",), devices=jax.devices()[:size])
+
+
+@pytest.mark.parametrize("hf", PUBLISHED, ids=lambda hf: hf["model_type"])
+def test_largest_models_are_made_without_memory(hf):
+  config = models.ModelConfig.from_hf(hf)
+  with jax.set_mesh(expert_mesh(8)):
+    _, state = nnx.split(nnx.eval_shape(lambda: make(config)))
+  specs = param_specs(config)
+  params = dict(nnx.to_flat_state(state))
+  assert set(params) == set(specs)
+  for path, spec in specs.items():
+    value = params[path].get_value()
+    assert (value.shape, value.dtype) == (spec.shape, spec.dtype(jnp.bfloat16)), path
+    assert value.sharding.spec == spec.partition, path
+    is_expert = path[-1] in ("wi_gate", "wi_up", "wo") and len(spec.shape) == 4
+    assert ("expert" in spec.axes) == is_expert, path
+
+
+def test_more_layers_are_not_more_to_trace():
+  def size(layers: int) -> int:
+    config = dataclasses.replace(SMALL, is_moe=(False,) + (True,) * layers)
+    batch = lay_out([np.arange(5)], {0: (0, 0)}, rows=1, length=8, requests=1)
+    model = nnx.eval_shape(lambda: make(config))
+    return len(jax.make_jaxpr(lambda model, batch: model(batch))(model, batch).jaxpr.eqns)
+
+  with jax.set_mesh(expert_mesh(1)):
+    assert size(2) == size(47)
+
+
+def test_random_weights_and_no_mixture():
+  """Also: construction under jit, and logits that are about as large as they should be."""
+  prompts = [np.arange(9), np.arange(3, 20)]
+  batch = lay_out(prompts, {0: (0, 0), 1: (1, 3)}, rows=2, length=24, requests=2)
+  with jax.set_mesh(expert_mesh(1)):
+    model = nnx.jit(lambda: make(SMALL))()
+    result = jax.jit(lambda model, batch: model(batch))(model, batch)
+  assert model.vocab_size == 32 and model.embed[...].dtype == jnp.bfloat16
+  assert result.stats is None
+  assert result.logits_BRV.shape == (2, 2, 32)
+  assert 0.3 < np.std(np.asarray(result.logits_BRV)[:, 0]) < 3
+
+
+def test_batch_is_checked():
+  good = lay_out([np.arange(5)], {0: (0, 0)}, rows=2, length=8, requests=1)
+
+  def message(error: type[Exception], size: int = 2, **changes: jax.Array) -> str:
+    with jax.set_mesh(expert_mesh(size)), pytest.raises(error) as raised:
+      model = nnx.eval_shape(lambda: make(SMALL))
+      jax.eval_shape(lambda model, batch: model(batch), model, good._replace(**changes))
+    return str(raised.value)
+
+  cut = {f: getattr(good, f)[:, :6] for f in PackedBatch._fields if f != "last_BR"}
+  assert "multiple of attention_block = 4 tokens, got 6" in message(ValueError, **cut)
+  assert "4 devices of mesh axes ('expert',) can divide, got 2" in message(ValueError, size=4)
+  assert "position_BT: expected shape [2, 8]" in message(
+    ValueError, position_BT=good.position_BT[:1]
+  )
+  assert "last_BR: expected shape [2, R]" in message(ValueError, last_BR=good.last_BR[0])
+  assert "token_BT: expected a dtype of kind int32" in message(
+    TypeError, token_BT=good.token_BT.astype(jnp.uint32)
+  )
+
+
+def test_mesh_is_checked():
+  with (
+    jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])),
+    pytest.raises(ValueError, match="expected a mesh with axis 'expert'"),
+  ):
+    make(SMALL)
