@@ -25,8 +25,8 @@ def load_params[K: Hashable](
 ) -> dict[K, jax.Array]:
   """Reads parameters as sharded arrays.
 
-  Each process reads what its own devices hold, once for devices that hold the same, and keeps one
-  shard of one parameter in host memory at a time. It checks everything before it reads data.
+  Each process reads what its own devices hold, once for devices that hold the same, and makes one
+  shard of one parameter at a time in host memory. It checks everything before it reads data.
 
   Args:
     checkpoint: to read from.
@@ -80,29 +80,42 @@ def _load(
   advance: Callable[[int], object],
 ) -> jax.Array:
   assert shape.sharding is not None
+  kind = shape.sharding.memory_kind
   arrays = []
   for ranges, devices in local_shards(shape).items():
-    values = np.empty([len(r) for r in ranges], shape.dtype)
-    futures = {
-      pool.submit(checkpoint.read_into, piece.out, piece.name, piece.index): piece
-      for piece in _pieces(checkpoint, source, ranges, values)
-    }
-    try:
-      for future in concurrent.futures.as_completed(futures):
-        future.result()
-        piece = futures[future]
-        advance(checkpoint.nbytes(piece.name, piece.index))
-    finally:
-      for future in futures:
-        future.cancel()
-    for device in devices:
-      place = jax.sharding.SingleDeviceSharding(device, memory_kind=shape.sharding.memory_kind)
-      arrays.append(jax.device_put(values, place))
-    # Or the shards of all devices would be in host memory, as in make_array_from_callback.
+    places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
+    shard = _read_shard(checkpoint, source, ranges, shape.dtype, pool, advance)
+    arrays += [jax.device_put(shard, place) for place in places]
+    # Else the shards of all devices would be in host memory, as with make_array_from_callback.
+    # They cannot share a buffer: an array on a CPU device may be the host's memory itself.
     jax.block_until_ready(arrays)
+    del shard
   return jax.make_array_from_single_device_arrays(
     shape.shape, shape.sharding, arrays, dtype=shape.dtype
   )
+
+
+def _read_shard(
+  checkpoint: Checkpoint,
+  source: Source,
+  ranges: Sequence[range],
+  dtype: np.dtype,
+  pool: concurrent.futures.Executor,
+  advance: Callable[[int], object],
+) -> np.ndarray:
+  shard = np.empty([len(r) for r in ranges], dtype)
+  futures = {
+    pool.submit(checkpoint.read_into, piece.out, piece.name, piece.index): piece
+    for piece in _pieces(checkpoint, source, ranges, shard)
+  }
+  try:
+    for future in concurrent.futures.as_completed(futures):
+      future.result()
+      advance(checkpoint.nbytes(futures[future].name, futures[future].index))
+  finally:
+    for future in futures:
+      future.cancel()
+  return shard
 
 
 class _Piece(NamedTuple):

@@ -53,6 +53,11 @@ class Tensor(NamedTuple):
     """None: not a dtype that this library reads."""
     return DTYPES.get(self.format)
 
+  @property
+  def is_fp8(self) -> bool:
+    """Its values are those stored times factors in another tensor, see `fp8`."""
+    return self.format == "F8_E4M3"
+
 
 def read_header(folder: pathlib.Path, file: str) -> dict[str, Tensor]:
   """The tensors of a file, by name, without reading data.
