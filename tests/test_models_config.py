@@ -195,6 +195,9 @@ def test_stretched_positions_of_any_architecture():
   )
   given = ModelConfig.from_hf(QWEN3_30B | {"rope_scaling": rope | {"attention_factor": 1.5}})
   assert given.rotary.yarn is not None and given.rotary.yarn.attention_factor == 1.5
+  beside = QWEN3_30B | {"rope_scaling": rope, "original_max_position_embeddings": 8192}
+  outside = ModelConfig.from_hf(beside).rotary.yarn
+  assert outside is not None and outside.original_positions == 8192
   silent = {"rope_type": "yarn", "original_max_position_embeddings": 10240}
   derived = ModelConfig.from_hf(QWEN3_30B | {"rope_scaling": silent}).rotary.yarn
   assert derived is not None and derived.factor == 4

@@ -110,11 +110,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
   "deepseek_v3": _DEEPSEEK
   | {
     "q_lora_rank": 20,
+    # So that some pairs of channels lie on the ramp between kept and stretched frequencies.
+    "qk_rope_head_dim": 16,
+    "rope_theta": 100,
     "rope_scaling": {
       "type": "yarn",
       "factor": 4,
       "original_max_position_embeddings": 32,
-      "beta_fast": 4,
+      "beta_fast": 2,
       "beta_slow": 1,
       "mscale": 1.0,
       "mscale_all_dim": 0.8,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.models import hf_fields as fields
+from ultraep_jax.models import hf_rope
 from ultraep_jax.models.rotary import Rotary
 
 Architecture = Literal["qwen3_moe", "glm4_moe", "deepseek_v3"]
@@ -154,7 +155,7 @@ def _qwen3_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
   return {
     "is_moe": tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
     "attention": attention,
-    "rotary": fields.rotary(hf, attention.head_dim),
+    "rotary": hf_rope.rotary(hf, attention.head_dim),
     "gating": GatingConfig(
       num_experts=fields.integer(hf, experts),
       num_experts_per_tok=fields.integer(hf, "num_experts_per_tok"),
@@ -169,7 +170,7 @@ def _glm4_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
   attention = _grouped_query(hf, qk_norm=qk_norm, bias=bias, out_bias=False)
   return {
     "attention": attention,
-    "rotary": fields.rotary(hf, attention.head_dim, partial=0.5),
+    "rotary": hf_rope.rotary(hf, attention.head_dim, partial=0.5),
     **_sigmoid_routed(hf),
   }
 
@@ -180,7 +181,7 @@ def _deepseek_v3(hf: Mapping[str, Any]) -> dict[str, Any]:
   rope_dim = fields.integer(hf, "qk_rope_head_dim")
   nope_dim = fields.integer(hf, "qk_nope_head_dim")
   interleaved = fields.flag(hf, "rope_interleave", True)
-  rotary = dataclasses.replace(fields.rotary(hf, rope_dim), interleaved=interleaved)
+  rotary = dataclasses.replace(hf_rope.rotary(hf, rope_dim), interleaved=interleaved)
   attention = Latent(
     num_heads=heads,
     query_rank=None if hf.get("q_lora_rank") is None else fields.integer(hf, "q_lora_rank"),
@@ -189,7 +190,7 @@ def _deepseek_v3(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope_dim=rope_dim,
     value_dim=fields.integer(hf, "v_head_dim"),
     bias=fields.flag(hf, "attention_bias", False),
-    scale=(nope_dim + rope_dim) ** -0.5 * fields.yarn_score_factor(hf),
+    scale=(nope_dim + rope_dim) ** -0.5 * hf_rope.yarn_score_factor(hf),
   )
   return {"attention": attention, "rotary": rotary, **_sigmoid_routed(hf)}
 

@@ -4,22 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ultraep_jax.models.rotary import Rotary, Yarn
-
 _MISSING: Any = object()
-
-# Of rotary positions; any other key would change what they mean.
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_YARN_KEYS = {
-  "factor",
-  "original_max_position_embeddings",
-  "attention_factor",
-  "beta_fast",
-  "beta_slow",
-  "mscale",
-  "mscale_all_dim",
-  "truncate",
-}
 
 
 def wrong(name: str, expected: str, got: object) -> ValueError:
@@ -74,35 +59,6 @@ def check_supported(hf: Mapping[str, Any]) -> None:
   _check_quantization(hf)
 
 
-def rotary(hf: Mapping[str, Any], head_dim: int, partial: float | None = None) -> Rotary:
-  """Positions of heads with ``head_dim`` channels.
-
-  Args:
-    hf: the file.
-    head_dim: channels that positions may turn.
-    partial: the share of them that turns where the file is silent; None: always all.
-  """
-  rope = _rope(hf)
-  share = 1.0
-  if "partial_rotary_factor" in rope or partial is not None:
-    share = number(rope, "partial_rotary_factor", partial)
-  if share > 1 or (partial is None and share != 1):
-    raise wrong("partial_rotary_factor", "1" if partial is None else "at most 1", share)
-  dim = int(head_dim * share)
-  if dim < 2 or dim % 2:
-    raise wrong("partial_rotary_factor", f"an even number of {head_dim} channels to turn", share)
-  theta = number(rope, "rope_theta", 10_000.0)
-  return Rotary(dim=dim, theta=theta, yarn=_yarn(hf, rope))
-
-
-def yarn_score_factor(hf: Mapping[str, Any]) -> float:
-  """What DeepSeek's models multiply attention scores by when positions are stretched."""
-  rope = _rope(hf)
-  if rope["rope_type"] != "yarn" or not rope.get("mscale_all_dim"):
-    return 1.0
-  return _mscale(_yarn_factor(hf, rope), number(rope, "mscale_all_dim")) ** 2
-
-
 def _check_quantization(hf: Mapping[str, Any]) -> None:
   where = "quantization_config."
   fields = {where + name: value for name, value in (hf.get("quantization_config") or {}).items()}
@@ -114,59 +70,6 @@ def _check_quantization(hf: Mapping[str, Any]) -> None:
   block = integers(fields, where + "weight_block_size")
   if len(block) != 2 or min(block) < 1:
     raise wrong(where + "weight_block_size", "two sizes of at least 1", block)
-
-
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """``rope_parameters``, or the older ``rope_scaling`` and fields beside it, as one dict."""
-  old, new = hf.get("rope_scaling"), hf.get("rope_parameters")
-  if old and new:
-    raise wrong("rope_scaling", "nothing beside rope_parameters", old)
-  outside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-  rope = {name: hf[name] for name in outside if hf.get(name) is not None} | dict(old or new or {})
-  if "original_max_position_embeddings" not in (old or new or {}):
-    # That of the file's top level has a meaning for stretched positions only.
-    rope["original_max_position_embeddings"] = rope.get(
-      "original_max_position_embeddings", hf.get("max_position_embeddings")
-    )
-  rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-  choice(rope, "rope_type", ("default", "yarn"))
-  known = _ROPE_KEYS | (_YARN_KEYS if rope["rope_type"] == "yarn" else set())
-  unknown = set(rope) - known - {"original_max_position_embeddings"}
-  if unknown:
-    raise wrong("rope_parameters", f"keys among {sorted(known)}", sorted(unknown))
-  return rope
-
-
-def _yarn(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn | None:
-  if rope["rope_type"] != "yarn":
-    return None
-  factor = _yarn_factor(hf, rope)
-  if rope.get("attention_factor") is not None:
-    attention_factor = number(rope, "attention_factor")
-  elif rope.get("mscale") and rope.get("mscale_all_dim"):
-    own, everywhere = number(rope, "mscale"), number(rope, "mscale_all_dim")
-    attention_factor = _mscale(factor, own) / _mscale(factor, everywhere)
-  else:
-    attention_factor = _mscale(factor, 1.0)
-  return Yarn(
-    factor=factor,
-    original_positions=integer(rope, "original_max_position_embeddings"),
-    beta_fast=number(rope, "beta_fast", 32.0),
-    beta_slow=number(rope, "beta_slow", 1.0),
-    attention_factor=attention_factor,
-    truncate=flag(rope, "truncate", True),
-  )
-
-
-def _yarn_factor(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-  if rope.get("factor") is not None:
-    return number(rope, "factor")
-  original = integer(rope, "original_max_position_embeddings")
-  return integer(hf, "max_position_embeddings") / original
-
-
-def _mscale(factor: float, strength: float) -> float:
-  return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
 def _value(hf: Mapping[str, Any], name: str, expected: str, default: Any) -> Any:
