@@ -12,6 +12,8 @@ from jax import lax
 
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from ultraep_jax import wire
+from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array, Routes
 
 
@@ -34,17 +36,17 @@ class PushCrossing:
   row_TK: Array
   received_GTK: Array
 
-  def dispatch(self, x_TD: Array) -> Array:
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds hold anything."""
-    (rows_CD,) = dispatch_kernel.dispatch(
-      [x_TD],
+    rows = dispatch_kernel.dispatch(
+      wire.pack(x_TD, dtype),
       self.dest_TK,
       self.row_TK,
       self.received_GTK,
       capacity=self.capacity,
       axis_name=self.axis_name,
     )
-    return rows_CD
+    return wire.unpack(rows, x_TD.dtype)
 
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """Sums at the rank of the rows, then at the token's."""
