@@ -232,6 +232,11 @@ CONFIGS = {
     ValueError,
     "implementation: expected one of",
   ),
+  "unknown dispatch dtype": (
+    {"dispatch_dtype": "float8_e5m2"},
+    ValueError,
+    "dispatch_dtype: expected one of",
+  ),
 }
 
 

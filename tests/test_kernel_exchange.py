@@ -12,7 +12,7 @@ from mosaic_interpret import interpreted
 
 from pallas_kernels.chunks import Tuning
 from pallas_kernels.combine import combine
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import dispatch, dispatch_scaled
 
 TUNING = Tuning(blocks=1, workers=2, tile_bytes=512)
 ONE_AXIS = ((4, "expert"),)
@@ -74,6 +74,15 @@ def dispatch_here(capacity, dest_TK, row_TK, received_GTK, *arrays, tuning=TUNIN
   )
 
 
+def scaled_here(
+  capacity, dest_TK, row_TK, received_GTK, value_TD, scale_TB, dtype=jnp.bfloat16, tuning=TUNING
+):
+  return dispatch_scaled(
+    *(value_TD, scale_TB, dest_TK, row_TK, received_GTK),
+    **{"dtype": dtype, "capacity": capacity, "axis_name": "expert", "tuning": tuning},
+  )
+
+
 def combine_here(rows_CD, gate_GTK, dest_TK, received_GTK, tuning=TUNING):
   return combine(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name="expert", tuning=tuning)
 
@@ -98,6 +107,26 @@ def test_dispatch_copies_bit_for_bit(problem):
       for rows, array in zip(filled, arrays, strict=True):
         got = rows[group, rank, row[group, source, token, k]]
         np.testing.assert_array_equal(got, array[group, source, token])
+
+
+@pytest.mark.parametrize(
+  "problem", ["several rows of a rank", "more tokens than a step", "two axes"], indirect=True
+)
+def test_dispatch_scaled_multiplies_on_arrival(problem):
+  """A tile of two blocks and one of a block; scales of every row and block differ."""
+  rng, axes, dest, row, capacity = problem
+  value = rng.normal(size=(*dest.shape[:3], 384)).astype(jnp.float8_e4m3fn)
+  scale = rng.uniform(0.5, 2.0, size=(*dest.shape[:3], 4)).astype(np.float32)
+  run = sharded(axes, functools.partial(scaled_here, capacity), 5)
+  with interpreted():
+    filled = np.asarray(run(dest, row, received_by_group(dest, row), value, scale))
+  expected = value.astype(np.float32) * np.repeat(scale, 128, axis=-1)[..., :384]
+  expected = expected.astype(jnp.bfloat16)
+  for group, source, token, k in np.ndindex(dest.shape):
+    rank = dest[group, source, token, k]
+    if rank >= 0:
+      got = filled[group, rank, row[group, source, token, k]]
+      np.testing.assert_array_equal(got, expected[group, source, token])
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -151,9 +180,17 @@ def test_lowers_for_gpus(tokens, top_k, width, dtype, axes, check_vma):
   tk, gtk = shape(tokens, top_k), shape(lead[1], tokens, top_k)
   gates = shape(lead[1], tokens, top_k, dtype="float32")
   there = functools.partial(dispatch_here, capacity, tuning=None)
+  scaled = functools.partial(scaled_here, capacity, dtype=dtype, tuning=None)
   back = functools.partial(combine_here, tuning=None)
   for function, arguments in (
     (there, (tk, tk, gtk, shape(tokens, width, dtype=dtype), shape(tokens, 64, dtype="float32"))),
+    (
+      scaled,
+      (
+        *(tk, tk, gtk, shape(tokens, width, dtype="float8_e4m3fn")),
+        shape(tokens, -(-width // 512) * 4, dtype="float32"),
+      ),
+    ),
     (back, (shape(capacity, width, dtype=dtype), gates, tk, gtk)),
   ):
     traced = sharded(axes, function, len(arguments), check_vma).trace(*arguments)
@@ -188,6 +225,29 @@ def test_dispatch_says_what_is_wrong(kind, message, changed):
   }
   with pytest.raises(kind, match=message):
     sharded(ONE_AXIS, functools.partial(dispatch_here, 8), 4)(*(good | changed).values())
+
+
+@pytest.mark.parametrize(
+  "kind, message, changed",
+  [
+    (NotImplementedError, "D a multiple of 128", {"x": zeros(3, 192, dtype=jnp.float8_e4m3fn)}),
+    (NotImplementedError, "expected float8_e4m3fn", {"x": zeros(3, 128, dtype=jnp.int8)}),
+    (ValueError, "at least 5", {"x": zeros(3, 640, dtype=jnp.float8_e4m3fn)}),
+    (ValueError, "scale_TB: expected float32", {"scale": zeros(3, 4)}),
+    (ValueError, "arrays: expected a leading size", {"scale": zeros(4, 4, dtype=jnp.float32)}),
+    (NotImplementedError, "a row that fits", {"scale": zeros(3, 128, dtype=jnp.float32)}),
+  ],
+)
+def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):
+  good = {
+    "dest": zeros(3, 2),
+    "row": zeros(3, 2),
+    "received": zeros(4, 3, 2),
+    "x": zeros(3, 128, dtype=jnp.float8_e4m3fn),
+    "scale": zeros(3, 4, dtype=jnp.float32),
+  }
+  with pytest.raises(kind, match=message):
+    sharded(ONE_AXIS, functools.partial(scaled_here, 8), 5)(*(good | changed).values())
 
 
 @pytest.mark.parametrize(

@@ -284,9 +284,9 @@ def test_rows_that_no_token_feeds_may_hold_nan(monkeypatch):
   expected = value_and_grads(layer(problem, config), problem)
   plain, spread = BlockCrossing.dispatch, BlockCrossing.spread
 
-  def poisoned(crossing, x_TD):
+  def poisoned(crossing, x_TD, dtype=None):
     fed_C = spread(crossing, jnp.ones(crossing.dest_TK.shape)) > 0
-    return jnp.where(fed_C[:, None], plain(crossing, x_TD), jnp.nan)
+    return jnp.where(fed_C[:, None], plain(crossing, x_TD, dtype), jnp.nan)
 
   def poisoned_gate(crossing, value_TK):
     fed_C = spread(crossing, jnp.ones(crossing.dest_TK.shape)) > 0

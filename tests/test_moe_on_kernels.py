@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from mosaic_interpret import interpreted
 from test_moe import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+from test_moe_in_fp8 import on_rounded_tokens
 
 import ultraep_jax as uep
 from pallas_kernels import chunks, combine, tiles
@@ -47,15 +48,17 @@ def small_kernels(monkeypatch):
     (2, 2, {}),
     (4, 1, {"capacity_factor": 1.0, "replica_slots": 0}),  # several rounds
     (4, 1, {"domain_size": 2}),
+    (4, 1, {"dispatch_dtype": "float8_e4m3fn"}),
   ],
-  ids=["one axis", "relay", "two axes", "rounds", "domains"],
+  ids=["one axis", "relay", "two axes", "rounds", "domains", "fp8"],
 )
 def test_equals_dense(ranks, data, changes, small_kernels):
   problem = make_problem(make_mesh(ranks, data), tokens=8, width=128, load="skewed", masked=True)
   config = dataclasses.replace(CONFIG, **changes)
   with interpreted():
     y, stats, grads = jax.block_until_ready(value_and_grads(layer(problem, config), problem))
-  assert relative_error((y, grads), dense(problem)) < 1e-5
+  expected = dense(on_rounded_tokens(problem) if config.dispatch_dtype else problem)
+  assert relative_error((y, grads), expected) < 1e-5
   if config.replica_slots:
     assert int(jnp.sum(stats.replicas)) > 0
   else:
@@ -69,11 +72,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("data", [1, 2])
-def test_lowers_for_gpus(name, data):
+@pytest.mark.parametrize(
+  "name, data, dispatch_dtype",
+  [
+    *((name, data, None) for name in SHAPES for data in (1, 2)),
+    ("deepseek-v3", 1, "float8_e4m3fn"),
+  ],
+)
+def test_lowers_for_gpus(name, data, dispatch_dtype):
   """Forward and backward of a layer of 64 experts on four GPUs hold kernels only."""
   tokens, width, inner = SHAPES[name]
+  config = dataclasses.replace(CONFIG, dispatch_dtype=dispatch_dtype)
   mesh = make_mesh(4, data)
   total = tokens * mesh.size
 
@@ -93,7 +102,7 @@ def test_lowers_for_gpus(name, data):
   @jax.jit
   def grads(x, index, gate, weights):
     def loss(x, gate, weights):
-      y, stats = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
+      y, stats = uep.sharded_moe(x, index, gate, weights, config=config)
       return jnp.sum(y.astype(jnp.float32)), stats
 
     return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights)
@@ -102,6 +111,7 @@ def test_lowers_for_gpus(name, data):
     text = grads.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("custom_call @mosaic_gpu") >= 9
   assert "all_to_all" not in text and "collective_permute" not in text
+  assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
 
 
 def test_auto_is_portable_on_other_devices(caplog):
@@ -126,3 +136,18 @@ def test_the_last_reason_is_raised():
     implementation.first_that_can(("mosaic_gpu", "portable"), candidates)
   with pytest.raises(NotImplementedError, match="first"):
     implementation.first_that_can(("mosaic_gpu",), candidates)
+
+
+def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
+  problem = make_problem(make_mesh(4), width=136)
+  config = dataclasses.replace(CONFIG, implementation="auto", dispatch_dtype="float8_e4m3fn")
+  args = problem.x, problem.expert_index, problem.gate, problem.weights
+  with (
+    pytest.MonkeyPatch.context() as patched,
+    caplog.at_level("DEBUG", logger="ultraep_jax"),
+    jax.set_mesh(problem.mesh),
+  ):
+    patched.setattr(implementation, "why_portable", lambda: None)
+    text = str(jax.make_jaxpr(layer(problem, config))(*args))
+  assert "f8_e4m3fn[32,136]{V:expert} = all_to_all" in text
+  assert "D: expected a positive multiple of 128, got 136" in caplog.text

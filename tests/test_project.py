@@ -61,7 +61,7 @@ LAYERS = (
   ("plan", "route"),
   ("exact",),
   ("checks", "greedy", "relay", "load", "doctor"),
-  ("mesh", "integers", "implementation", "progress"),
+  ("mesh", "integers", "implementation", "progress", "wire"),
   ("config",),
   ("types",),
 )

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ultraep_jax import wire
+from ultraep_jax.config import DispatchDtype
 from ultraep_jax.load import position_in_group
 from ultraep_jax.mesh import mesh_max
 from ultraep_jax.types import Array, Routes
@@ -53,12 +55,14 @@ class BlockCrossing:
   row_AK: Array
   steps: Array | None
 
-  def dispatch(self, x_TD: Array) -> Array:
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds are zero."""
+    crossing = wire.pack(x_TD, dtype)
 
     def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
       token_A, _ = _outgoing(self, i)
-      received_AD = _swap(x_TD[token_A], self)
+      received = [_swap(array[token_A], self) for array in crossing]
+      received_AD = wire.unpack(received, x_TD.dtype)
       # Gathering by row writes each row once; the inverse map is a scatter of integers only.
       source_C = _feeding(row_AK, self.capacity)
       fed_CD = received_AD[source_C // row_AK.shape[1]]

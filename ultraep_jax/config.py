@@ -8,6 +8,7 @@ if TYPE_CHECKING:
   from ultraep_jax.strategies import Planner, Strategy
 
 Implementation = Literal["auto", "mosaic_gpu", "portable"]
+DispatchDtype = Literal["float8_e4m3fn"]
 # Strategies that need nothing but the batch; those with a history are given as planners.
 STRATEGY_NAMES = ("quota", "none", "ideal", "exact", "eplb+")
 
@@ -43,6 +44,10 @@ class BalanceConfig:
       times the bytes, and a token's experts are summed in the order of its choices.
     implementation: ``"mosaic_gpu"`` (kernels for Hopper GPUs), ``"portable"`` (plain JAX) or
       ``"auto"``: per operation, a kernel if it can do it here.
+    dispatch_dtype: what tokens cross to their experts in: ``"float8_e4m3fn"``, with a float32
+      scale per 128 channels, or ``None``, the compute dtype. Experts compute on the rounded
+      tokens, wherever they run; gradients are those of the tokens as they are (straight-through)
+      and cross in the compute dtype, as the experts' results do.
 
   Raises:
     ValueError: a value is outside its range.
@@ -60,6 +65,7 @@ class BalanceConfig:
   copy_rows: int | None = None
   batch_invariant: bool = False
   implementation: Implementation = "auto"
+  dispatch_dtype: DispatchDtype | None = None
 
   def __post_init__(self) -> None:
     check_int("replica_slots", self.replica_slots, minimum=0)
@@ -78,6 +84,7 @@ class BalanceConfig:
     check_choice("objective", self.objective, ("balance", "time"))
     check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
     check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
+    check_choice("dispatch_dtype", self.dispatch_dtype, (None, "float8_e4m3fn"))
     if isinstance(self.strategy, str):
       check_choice("strategy", self.strategy, STRATEGY_NAMES)
     elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):
@@ -101,6 +108,6 @@ def check_factor(name: str, value: object) -> None:
     raise ValueError(f"{name}: expected a finite number of at least 1, got {value}")
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
   if value not in choices:
     raise ValueError(f"{name}: expected one of {choices}, got {value!r}")

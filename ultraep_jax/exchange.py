@@ -9,6 +9,7 @@ blocks and ``all_to_all`` (``block_exchange``), or kernels that write into other
 from typing import Protocol
 
 from ultraep_jax import block_exchange, push_exchange
+from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array, Routes
 
@@ -19,10 +20,17 @@ class Crossing(Protocol):
   A pytree. All ranks of the mesh must call the same methods in the same order.
   """
 
-  def dispatch(self, x_TD: Array) -> Array:
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Carries tokens ``[T, D]`` to their rows ``[C, D]``.
 
-    Rows that no token feeds may hold anything, NaN included.
+    Args:
+      x_TD: tokens.
+      dtype: that they cross in; every row holds its token as ``wire`` rounds it, also where the
+        token does not leave its rank. ``None``: their own.
+
+    Returns:
+      ``[C, D]`` in the dtype of the tokens, the same bits from every implementation. Rows that
+      no token feeds may hold anything, NaN included.
     """
     ...
 

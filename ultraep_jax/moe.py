@@ -20,7 +20,7 @@ from ultraep_jax import (
   strategies,
 )
 from ultraep_jax.checks import check_layer, check_plan
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, DispatchDtype
 from ultraep_jax.experts import Activation
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
 from ultraep_jax.types import Array, ExpertWeights, LayerStats, PlanCost, Routes
@@ -101,7 +101,9 @@ def moe(
 
   routing = _name(_Routing(plan.replica_expert, plan.parent, routes, rounds), PLAN_NAME)
   implementations = implementation.resolve(config.implementation)
-  static = _Static(axis_name, capacity, config.domain_size, activation, implementations)
+  static = _Static(
+    axis_name, capacity, config.domain_size, activation, implementations, config.dispatch_dtype
+  )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
   axes = varying_axes(x_TD, expert_index_TK, gate_TK, weights, routing)
@@ -147,6 +149,7 @@ class _Static(NamedTuple):
   domain_size: int | None
   activation: Activation
   implementations: implementation.Implementations
+  dispatch_dtype: DispatchDtype | None
 
 
 class _Routing(NamedTuple):
@@ -318,7 +321,7 @@ def _run_round(
     dtype=x_TD.dtype,
     implementations=static.implementations,
   )
-  rows_CD = crossing.dispatch(x_TD)
+  rows_CD = crossing.dispatch(x_TD, static.dispatch_dtype)
   gate_C = crossing.spread(gate_TK)
   out_CD, hidden = experts.expert_forward(
     rows_CD,

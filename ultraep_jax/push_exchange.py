@@ -5,6 +5,7 @@ what it receives, and the kernels need no lists.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jax import lax
 
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from ultraep_jax import wire
+from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array, Routes
 
 
@@ -34,17 +37,17 @@ class PushCrossing:
   row_TK: Array
   received_GTK: Array
 
-  def dispatch(self, x_TD: Array) -> Array:
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds hold anything."""
-    (rows_CD,) = dispatch_kernel.dispatch(
-      [x_TD],
-      self.dest_TK,
-      self.row_TK,
-      self.received_GTK,
-      capacity=self.capacity,
-      axis_name=self.axis_name,
+    assignments = self.dest_TK, self.row_TK, self.received_GTK
+    sizes: Any = {"capacity": self.capacity, "axis_name": self.axis_name}
+    if dtype is None:
+      return dispatch_kernel.dispatch([x_TD], *assignments, **sizes)[0]
+    value_TD, scale_TB = wire.pack(x_TD, dtype)
+    # Multiplied on arrival: a pass of its own would read and write all rows once more.
+    return dispatch_kernel.dispatch_scaled(
+      value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes
     )
-    return rows_CD
 
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """Sums at the rank of the rows, then at the token's."""

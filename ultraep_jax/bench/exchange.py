@@ -1,7 +1,8 @@
 """Checks and times the kernels that carry tokens to rows and back, beside the portable exchange.
 
 Run on every GPU of a host: ``python -m ultraep_jax bench exchange``. Rows must hold the tokens'
-bits; sums are compared with float32. Times are of many calls chained inside one jit.
+bits; sums are compared with float32. Times are of many calls chained inside one jit; those of a
+dispatch in FP8 include quantising the tokens.
 """
 
 import argparse
@@ -17,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.chunks import Tuning
 from pallas_kernels.combine import combine
-from pallas_kernels.dispatch import dispatch
-from ultraep_jax import block_exchange, push_exchange
+from pallas_kernels.dispatch import dispatch, dispatch_scaled
+from ultraep_jax import block_exchange, push_exchange, wire
 from ultraep_jax.bench import timing
+from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array, Routes
 
 AXIS = "expert"
@@ -39,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--scale", type=int, default=1, help="divide tokens, to try it on a CPU")
   parser.add_argument("--calls", type=int, default=20, help="calls chained inside one jit")
   parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument(
+    "--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in; default: bfloat16"
+  )
   parser.add_argument("--cases", type=int, default=20, help="random cases to check")
 
 
@@ -46,12 +51,13 @@ def run(args: argparse.Namespace) -> int:
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
   print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
   if "check" in args.what:
-    check(mesh, args.cases)
+    check(mesh, args.cases, args.dispatch_dtype)
   if "time" in args.what:
     tunings = [Tuning(), *(Tuning(*map(int, text.split("x"))) for text in args.tunings)]
     for name in args.shapes:
       tokens, top_k, width = map(int, name.split("x"))
-      time_shape(mesh, (tokens // args.scale, top_k, width), tunings, args.calls, args.repeats)
+      shape = tokens // args.scale, top_k, width
+      time_shape(mesh, shape, tunings, args.calls, args.repeats, args.dispatch_dtype)
   return 0
 
 
@@ -92,7 +98,7 @@ def crossing(kind: Any, dest_TK: Array, row_TK: Array, capacity: int, width: int
   return block_exchange.cross(routes, 0, capacity, AXIS)
 
 
-def check(mesh: jax.sharding.Mesh, cases: int) -> None:
+def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | None) -> None:
   """Raises AssertionError unless both kernels do what the portable exchange does."""
   rng = np.random.default_rng(0)
   for index in range(cases):
@@ -114,7 +120,7 @@ def check(mesh: jax.sharding.Mesh, cases: int) -> None:
       width: int = width,
     ) -> Any:
       cross = crossing(kind, dest_TK, row_TK, capacity, width)
-      rows_CD, gate_C = cross.dispatch(x_TD), cross.spread(gate_TK)
+      rows_CD, gate_C = cross.dispatch(x_TD, dispatch_dtype), cross.spread(gate_TK)
       used_C = cross.spread(jnp.ones(gate_TK.shape, jnp.float32)) > 0
       rows_CD = jnp.where(used_C[:, None], rows_CD, 0)
       y_TD = cross.combine(rows_CD * 2, gate_C)
@@ -140,6 +146,7 @@ def time_shape(
   tunings: Sequence[Tuning],
   calls: int,
   repeats: int,
+  dispatch_dtype: DispatchDtype | None,
 ) -> None:
   tokens, top_k, width = shape
   rng = np.random.default_rng(0)
@@ -148,7 +155,7 @@ def time_shape(
   received = np.where(dest[None] == ranks, row[None], -1)
   crossings = sum(int((dest == g).any(axis=2).sum()) for g in range(mesh.size))
   own = sum(int((dest[g] == g).any(axis=1).sum()) for g in range(mesh.size))
-  remote = (crossings - own) / mesh.size * width * 2
+  remote = (crossings - own) / mesh.size  # tokens that a rank sends to others, and gets back
   sharding = NamedSharding(mesh, P(AXIS))
 
   @functools.partial(jax.jit, out_shardings=sharding)
@@ -164,17 +171,23 @@ def time_shape(
   dest, row, received = jax.device_put((dest, row, received), sharding)
 
   def there(tuning: Tuning, _: Array, x: Array, *tables: Array) -> Any:
-    dest_TK, row_TK, received_GTK = tables
-    return dispatch(
-      [x], dest_TK, row_TK, received_GTK, capacity=capacity, axis_name=AXIS, tuning=tuning
-    )
+    sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
+    arrays = wire.pack(x, dispatch_dtype)
+    if dispatch_dtype is None:
+      return dispatch(arrays, *tables, **sizes)
+    return dispatch_scaled(*arrays, *tables, dtype=x.dtype, **sizes)
+
+  def there_and_pass(_: Array, x: Array, *tables: Array) -> Array:
+    rows = dispatch(wire.pack(x, dispatch_dtype), *tables, capacity=capacity, axis_name=AXIS)
+    return wire.unpack(rows, x.dtype)
 
   def back(tuning: Tuning, _: Array, rows: Array, gate: Array, *tables: Array) -> Array:
     dest_TK, received_GTK = tables
     return combine(rows, gate, dest_TK, received_GTK, axis_name=AXIS, tuning=tuning)
 
   def block_there(_: Array, x: Array, dest_TK: Array, row_TK: Array) -> Array:
-    return crossing(block_exchange, dest_TK, row_TK, capacity, width).dispatch(x)
+    cross = crossing(block_exchange, dest_TK, row_TK, capacity, width)
+    return cross.dispatch(x, dispatch_dtype)
 
   def block_back(_: Array, rows: Array, dest_TK: Array, row_TK: Array) -> Array:
     cross = crossing(block_exchange, dest_TK, row_TK, capacity, width)
@@ -188,6 +201,8 @@ def time_shape(
     "dispatch, portable": (block_there, (x, dest, row)),
     "combine, portable": (block_back, (rows, dest, row)),
   }
+  if dispatch_dtype is not None:
+    variants["dispatch, scaled by a pass"] = (there_and_pass, (x, dest, row, received))
   for t in tunings:
     label = f"{t.blocks} x {t.workers} x {t.tile_bytes} x {t.steps}"
     variants[f"dispatch {label}"] = (functools.partial(there, t), (x, dest, row, received))
@@ -203,9 +218,11 @@ def time_shape(
       print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
       continue
     on_device = ", ".join(f"{k} {v:.0f}" for k, v in kernels.items())
+    dtype = dispatch_dtype if name.startswith("dispatch") else None
+    sent = remote * wire.token_bytes(width, 2, dtype)
     print(
       f"T{tokens} K{top_k} D{width} {name:36} {seconds * 1e6:8.1f} us a call"
-      f" {remote / seconds / 1e9:6.0f} GB/s remote; device us: {on_device}",
+      f" {sent / seconds / 1e9:6.0f} GB/s remote; device us: {on_device}",
       flush=True,
     )
 

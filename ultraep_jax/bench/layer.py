@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--slots", type=int, default=2)
   parser.add_argument("--objective", default="balance", choices=["balance", "time"])
   parser.add_argument("--implementation", default="auto")
+  parser.add_argument("--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in")
   parser.add_argument("--steps", type=int, default=4, help="load matrices that calls cycle through")
   parser.add_argument("--calls", type=int, default=8, help="calls chained inside one jit")
   parser.add_argument("--repeats", type=int, default=5)
@@ -230,6 +231,7 @@ def layer(variant: str, problem: Problem, args: argparse.Namespace) -> Layer:
     strategy=variant,
     objective=args.objective,
     implementation=args.implementation,
+    dispatch_dtype=args.dispatch_dtype,
     capacity_factor=max(slack, problem.busiest) if variant == "none" else slack,
   )
   return functools.partial(moe, config=config, axis_name=AXIS)

@@ -76,7 +76,8 @@ class Recorder:
       path: the trace's folder.
       name: of the run; the folder's by default.
       config: of the layers, to be shown beside the loads.
-      token_bytes: of one token's activations, ``D * itemsize``, to show traffic in bytes.
+      token_bytes: of one token's activations, ``D * itemsize``, to show traffic in bytes; of what
+        crosses to its experts, if ``BalanceConfig.dispatch_dtype`` is another dtype.
       metadata: to keep with the trace, JSON.
       every: keep only steps that are a multiple of this.
       flush_seconds: how much a killed run may lose; 0 writes at every call of ``record``.
