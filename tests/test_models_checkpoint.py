@@ -97,7 +97,7 @@ def test_read_into_converts_and_transposes(opened):
 
 
 def test_tall_matrices_are_transposed_whole(tmp_path):
-  tall = some((checkpoint.TRANSPOSED_ROWS * 2 + 5, 3), np.float32)
+  tall = some((checkpoint.ROWS * 2 + 5, 3), np.float32)
   out = np.zeros(tall.shape[::-1], np.float32)
   Checkpoint(write_checkpoint(tmp_path, [{"tall": tall}])).read_into(out.T, "tall")
   same_bits(out, np.ascontiguousarray(tall.T))

@@ -13,7 +13,7 @@ from ultraep_jax.models.folder import read_block_size, read_tensors
 from ultraep_jax.models.problems import closest
 from ultraep_jax.models.safetensors_file import DTYPES, Tensor, read_ranges
 
-TRANSPOSED_ROWS = 32  # copied at a time: five times as fast as whole matrices
+ROWS = 32  # converted and transposed at a time, in the cache
 
 
 class Checkpoint:
@@ -102,14 +102,8 @@ class Checkpoint:
       OSError: a file was cut short since the checkpoint was opened.
     """
     stored = self._stored(name, index)
-    values, *scales = [
-      self._read(tensor, ranges, np.empty([len(r) for r in ranges], _dtype(tensor)))
-      for tensor, ranges in stored
-    ]
-    if not scales:
-      return values
-    assert self.block is not None
-    return fp8.dequantize(values, scales[0], stored[0][1], self.block)
+    values, *scales = [self._read(*part) for part in stored]
+    return self._dequantized(values, scales, stored, slice(None))
 
   def read_into(self, out: np.ndarray, name: str, index: Sequence[slice] = ()) -> None:
     """Writes values of a slice of a tensor into an array, converted to its dtype.
@@ -121,21 +115,22 @@ class Checkpoint:
     Raises:
       ValueError, OSError: as for `read`.
     """
-    tensor, ranges = self._stored(name, index)[0]
+    stored = self._stored(name, index)
+    tensor, ranges = stored[0]
     if out.shape != tuple(len(r) for r in ranges):
       raise ValueError(f"out: expected shape {tuple(len(r) for r in ranges)}, got {out.shape}")
     if out.flags.c_contiguous and out.dtype == tensor.dtype and not tensor.is_fp8:
       self._read(tensor, ranges, out)
       return
-    values = self.read(name, index).astype(out.dtype, copy=False)
-    if out.ndim < 2 or out.flags.c_contiguous:
-      out[...] = values
+    values, *scales = [self._read(*part) for part in stored]
+    if out.ndim < 2:
+      out[...] = values.astype(out.dtype)
       return
     bits = np.dtype(f"u{out.itemsize}")  # 0.7 ns per bfloat16 as integers, 1.1 as themselves
-    out, values = out.view(bits), values.view(bits)
-    for first in range(0, out.shape[-2], TRANSPOSED_ROWS):
-      rows = slice(first, first + TRANSPOSED_ROWS)
-      out[..., rows, :] = values[..., rows, :]
+    for first in range(0, out.shape[-2], ROWS):
+      rows = slice(first, first + ROWS)
+      part = self._dequantized(values[..., rows, :], scales, stored, rows)
+      out[..., rows, :].view(bits)[...] = part.astype(out.dtype, copy=False).view(bits)
 
   def _stored(self, name: str, index: Sequence[slice]) -> list[tuple[Tensor, tuple[range, ...]]]:
     """What a slice needs of its tensor, and of that tensor's factors if it is FP8."""
@@ -149,9 +144,26 @@ class Checkpoint:
     scales = self.tensors[fp8.scales_name(name)]
     return [(tensor, ranges), (scales, fp8.scale_ranges(ranges, self.block))]
 
-  def _read(self, tensor: Tensor, ranges: Sequence[range], out: np.ndarray) -> np.ndarray:
+  def _read(
+    self, tensor: Tensor, ranges: Sequence[range], out: np.ndarray | None = None
+  ) -> np.ndarray:
+    out = np.empty([len(r) for r in ranges], _dtype(tensor)) if out is None else out
     read_ranges(self._descriptors[tensor.file], tensor, ranges, out)
     return out
+
+  def _dequantized(
+    self,
+    values: np.ndarray,
+    scales: Sequence[np.ndarray],
+    stored: Sequence[tuple[Tensor, tuple[range, ...]]],
+    rows: slice,
+  ) -> np.ndarray:
+    """The values of those rows of a slice, which for FP8 are the stored ones times factors."""
+    if not scales:
+      return values
+    assert self.block is not None
+    (_, ranges), (_, places) = stored
+    return fp8.dequantize(values, (ranges[0][rows], ranges[1]), scales[0], places, self.block)
 
 
 def _ranges(tensor: Tensor, index: Sequence[slice]) -> tuple[range, ...]:

@@ -34,25 +34,29 @@ def scale_ranges(ranges: Sequence[range], block: Sequence[int]) -> tuple[range, 
 
 
 def dequantize(
-  weight: np.ndarray, scales: np.ndarray, ranges: Sequence[range], block: Sequence[int]
+  weight: np.ndarray,
+  ranges: Sequence[range],
+  scales: np.ndarray,
+  places: Sequence[range],
+  block: Sequence[int],
 ) -> np.ndarray:
   """Values of a slice of a weight: each element times the factor of its block, in float32.
 
   Args:
-    weight: [rows, columns], the slice.
-    scales: the factors at ``scale_ranges(ranges, block)``, float32 or bfloat16.
+    weight: float8_e4m3fn [rows, columns], the slice.
     ranges: where the slice lies in the weight; it need not begin or end with a block.
+    scales: factors, float32 or bfloat16.
+    places: where these lie among all factors; those of `scale_ranges(ranges, block)` and perhaps
+      more.
     block: rows and columns per factor.
 
   Returns:
     float32 [rows, columns].
   """
+  rows, columns = (
+    np.asarray(r, dtype=np.int64) // size - place.start
+    for r, place, size in zip(ranges, places, block, strict=True)
+  )
   values = np.take(VALUES, weight.view(np.uint8), mode="clip")  # checked, it takes twice as long
-  rows, columns = (np.asarray(r) // size for r, size in zip(ranges, block, strict=True))
-  if not values.size:
-    return values
-  factors = scales.astype(np.float32)[:, columns - columns[0]]
-  starts = np.searchsorted(rows, np.arange(rows[0], rows[-1] + 2))
-  for factor, first, last in zip(factors, starts[:-1], starts[1:], strict=True):
-    values[first:last] *= factor
+  values *= scales.astype(np.float32)[:, columns][rows]
   return values
