@@ -70,6 +70,17 @@ def test_more_layers_are_not_more_to_trace():
     assert size(2) == size(47)
 
 
+def test_every_mixture_has_statistics_and_every_layer_a_cache():
+  config = dataclasses.replace(SMALL, is_moe=(True, False, False, True, True))
+  batch = lay_out([np.arange(5)], {0: (0, 0)}, rows=4, length=8, requests=1)
+  mesh = jax.make_mesh((2, 2), ("data", "expert"), devices=jax.devices()[:4])
+  with jax.set_mesh(mesh):
+    model = nnx.eval_shape(lambda: make(config))
+    result = jax.eval_shape(lambda model, batch: model(batch), model, batch)
+  assert result.stats.load_GE.shape == (3, 2, 2, 8)
+  assert result.cache["value"].shape == (5, 4, 8, 2, 8)
+
+
 def test_random_weights_and_no_mixture():
   """Also: construction under jit, and logits that are about as large as they should be."""
   prompts = [np.arange(9), np.arange(3, 20)]
