@@ -14,12 +14,14 @@ from jax.typing import DTypeLike
 from ultraep_jax.block import apply_moe
 from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.models import mixers
+from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.models import attention, cudnn, mixers
 from ultraep_jax.models.config import GroupedQuery, ModelConfig
 from ultraep_jax.models.mixers import Cache, rms_norm
 from ultraep_jax.models.params import AXIS, mixer_specs
 from ultraep_jax.models.rotary import cosines_and_sines
 from ultraep_jax.models.rows import by_rows, row_axes
+from ultraep_jax.models.spans import Spans, spans_of
 from ultraep_jax.packed import PackedBatch
 from ultraep_jax.types import Array, LayerStats
 
@@ -37,7 +39,20 @@ class Context(NamedTuple):
   """What all layers share: requests, and the cosines and sines of positions."""
 
   segment_BT: Array
+  spans: Spans
   turn: tuple[Array, Array]
+
+
+class Attention(NamedTuple):
+  """How attention is computed.
+
+  Attributes:
+    implementations: ``"cudnn"`` and ``"portable"``, in the order to try them.
+    block: tokens that the portable one takes together.
+  """
+
+  implementations: Implementations
+  block: int
 
 
 def start(
@@ -45,20 +60,21 @@ def start(
 ) -> tuple[Carry, Context]:
   """Embeds the tokens and makes room for the cache of every layer."""
 
-  def local(embed_VD: Array, batch: PackedBatch) -> tuple[Array, Cache, tuple[Array, Array]]:
+  def local(embed_VD: Array, batch: PackedBatch) -> tuple[Array, Cache, Context]:
     valid_BT = batch.segment_BT > 0
     # Padding is zero from here on, whatever its tokens are: nothing of it is ever NaN.
     x_BTD = embed_VD[jnp.where(valid_BT, batch.token_BT, 0)].astype(dtype)
     x_BTD = jnp.where(valid_BT[..., None], x_BTD, jnp.zeros((), dtype))
     turn = cosines_and_sines(config.rotary, jnp.where(valid_BT, batch.position_BT, 0))
     shape = (len(config.is_moe), *batch.token_BT.shape)
-    return x_BTD, mixers.empty_cache(config.attention, shape, dtype), turn
+    cache = mixers.empty_cache(config.attention, shape, dtype)
+    return x_BTD, cache, Context(batch.segment_BT, spans_of(batch), turn)
 
   rows = P(row_axes())
-  x_BTD, cache, turn = by_rows(
+  x_BTD, cache, context = by_rows(
     local, embed_VD, batch, specs=(P(), rows), out_specs=(rows, _of_cache(), rows)
   )
-  return Carry(x_BTD, cache), Context(batch.segment_BT, turn)
+  return Carry(x_BTD, cache), context
 
 
 def moe_layer(
@@ -68,10 +84,10 @@ def moe_layer(
   *,
   config: ModelConfig,
   balance: BalanceConfig,
-  block: int,
+  how: Attention,
 ) -> tuple[Carry, LayerStats]:
   """Attention and a mixture of experts, each on the normed residual stream."""
-  carry, normed_BTD, params = _mix(context, carry, layer, config, block)
+  carry, normed_BTD, params = _mix(context, carry, layer, config, how)
   y_BTD, aux = apply_moe(
     {name: value for name, value in params.items() if name != "selection_bias"},
     normed_BTD,
@@ -94,11 +110,11 @@ def dense_layer(
   *,
   config: ModelConfig,
   balance: BalanceConfig,
-  block: int,
+  how: Attention,
 ) -> tuple[Carry, None]:
   """Attention and an MLP; nothing to balance."""
   del balance
-  carry, normed_BTD, params = _mix(context, carry, layer, config, block)
+  carry, normed_BTD, params = _mix(context, carry, layer, config, how)
   rows = P(row_axes())
   y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
   return carry._replace(x_BTD=carry.x_BTD + y_BTD), None
@@ -121,11 +137,11 @@ def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps
 
 
 def _mix(
-  context: Context, carry: Carry, layer: tuple[Array, Params], config: ModelConfig, block: int
+  context: Context, carry: Carry, layer: tuple[Array, Params], config: ModelConfig, how: Attention
 ) -> tuple[Carry, Array, Params]:
   """Attention; also the normed hidden states for the rest of the layer, and its parameters."""
   index, params = layer
-  mix = functools.partial(_mix_rows, config=config, block=block)
+  mix = functools.partial(_mix_rows, config=config, how=how)
   own = {*mixer_specs(config), "mlp_norm"}
   rows = P(row_axes())
   x_BTD, normed_BTD, cache = by_rows(
@@ -150,18 +166,32 @@ def _mix_rows(
   cache: Cache,
   *,
   config: ModelConfig,
-  block: int,
+  how: Attention,
 ) -> tuple[Array, Array, Cache]:
   """``_mix`` on the rows of one device."""
   mixer = mixers.grouped_query if isinstance(config.attention, GroupedQuery) else mixers.latent
   normed_BTD = rms_norm(x_BTD, params["attention_norm"], config.norm_eps)
-  y_BTD, new = mixer(params, normed_BTD, context.segment_BT, context.turn, config, block)
+  attend = functools.partial(_attend, context, how)
+  y_BTD, new = mixer(params, normed_BTD, context.turn, config, attend)
   x_BTD += y_BTD
   cache = {
     name: lax.dynamic_update_index_in_dim(cache[name], value, index, axis=0)
     for name, value in new.items()
   }
   return x_BTD, rms_norm(x_BTD, params["mlp_norm"], config.norm_eps), cache
+
+
+def _attend(
+  context: Context, how: Attention, query: Array, key: Array, value: Array, *, scale: float
+) -> Array:
+  def by_blocks() -> Array:
+    return attention.attend(query, key, value, context.segment_BT, scale=scale, block=how.block)
+
+  candidates = {
+    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, scale=scale),
+    "portable": by_blocks,
+  }
+  return first_that_can(how.implementations, candidates)
 
 
 def check_batch(batch: PackedBatch, block: int) -> None:

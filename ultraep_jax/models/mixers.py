@@ -4,12 +4,12 @@ Both kinds return what decoding needs of every token as a dict of arrays ``[B, T
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ultraep_jax.models.attention import attend
 from ultraep_jax.models.config import GroupedQuery, Latent, ModelConfig
 from ultraep_jax.models.rotary import rotate
 from ultraep_jax.types import Array
@@ -17,6 +17,12 @@ from ultraep_jax.types import Array
 Params = Mapping[str, Array]
 Cache = dict[str, Array]
 Turn = tuple[Array, Array]
+
+
+class Attend(Protocol):
+  """Causal attention inside the requests of a batch; see ``attention.attend``."""
+
+  def __call__(self, query: Array, key: Array, value: Array, /, *, scale: float) -> Array: ...
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -40,7 +46,7 @@ def empty_cache(
 
 
 def grouped_query(
-  params: Params, x_BTD: Array, segment_BT: Array, turn: Turn, config: ModelConfig, block: int
+  params: Params, x_BTD: Array, turn: Turn, config: ModelConfig, attend: Attend
 ) -> tuple[Array, Cache]:
   """Returns ``[B, T, D]`` and ``key`` and ``value``, ``[B, T, N, C]``, keys as they are used."""
   attention, rotary = config.attention, config.rotary
@@ -55,13 +61,13 @@ def grouped_query(
     query = rms_norm(query, params["query_norm"], config.norm_eps)
     key = rms_norm(key, params["key_norm"], config.norm_eps)
   query, key = rotate(query, turn, rotary), rotate(key, turn, rotary)
-  mixed = attend(query, key, value, segment_BT, scale=attention.scale, block=block)
+  mixed = attend(query, key, value, scale=attention.scale)
   y_BTD = project(params, "out", mixed.reshape(*mixed.shape[:2], -1))
   return y_BTD, {"key": key, "value": value}
 
 
 def latent(
-  params: Params, x_BTD: Array, segment_BT: Array, turn: Turn, config: ModelConfig, block: int
+  params: Params, x_BTD: Array, turn: Turn, config: ModelConfig, attend: Attend
 ) -> tuple[Array, Cache]:
   """Returns ``[B, T, D]``, the normed ``latent`` ``[B, T, R]`` and ``rotary_key`` ``[B, T, C]``."""
   attention, rotary = config.attention, config.rotary
@@ -82,9 +88,7 @@ def latent(
   shared = jnp.broadcast_to(rotary_key, (*shape, attention.rope_dim))
   key = jnp.concatenate([key_value[..., :nope_dim], shared], axis=-1)
 
-  mixed = attend(
-    query, key, key_value[..., nope_dim:], segment_BT, scale=attention.scale, block=block
-  )
+  mixed = attend(query, key, key_value[..., nope_dim:], scale=attention.scale)
   y_BTD = project(params, "out", mixed.reshape(*shape[:2], -1))
   return y_BTD, {"latent": latent_BTR, "rotary_key": rotary_key[:, :, 0]}
 

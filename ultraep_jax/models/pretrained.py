@@ -14,7 +14,7 @@ from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.load import load_params
 from ultraep_jax.models.names import ignored_patterns, sources
 from ultraep_jax.models.params import param_specs
-from ultraep_jax.models.transformer import MoETransformer
+from ultraep_jax.models.transformer import AttentionImplementation, MoETransformer
 
 
 def load(
@@ -23,6 +23,7 @@ def load(
   balance: BalanceConfig,
   dtype: DTypeLike = jnp.bfloat16,
   param_dtype: DTypeLike | None = None,
+  attention: AttentionImplementation = "auto",
   attention_block: int = 128,
   threads: int = 8,
 ) -> MoETransformer:
@@ -36,7 +37,8 @@ def load(
     balance: how every mixture of experts balances.
     dtype: of the computation.
     param_dtype: of the parameters but routers and selection biases; ``None``: ``dtype``.
-    attention_block: as for ``MoETransformer``.
+    attention: as for ``MoETransformer``.
+    attention_block: likewise.
     threads: that read and convert.
 
   Raises:
@@ -53,6 +55,7 @@ def load(
       balance=balance,
       dtype=dtype,
       param_dtype=param_dtype,
+      attention=attention,
       attention_block=attention_block,
       rngs=nnx.Rngs(0),
     )

@@ -6,6 +6,7 @@ Everything but the experts runs on each device for its own rows; experts lie ove
 
 import functools
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ultraep_jax.block import check_mesh
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, check_choice
 from ultraep_jax.models import layers
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.params import AXIS, Spec, param_specs, random_param
 from ultraep_jax.packed import PackedBatch, PrefillResult
 from ultraep_jax.types import Array
+
+AttentionImplementation = Literal["auto", "cudnn", "portable"]
 
 
 class Stack(nnx.Module):
@@ -75,6 +78,7 @@ class MoETransformer(nnx.Module):
     balance: BalanceConfig,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
+    attention: AttentionImplementation = "auto",
     attention_block: int = 128,
     rngs: nnx.Rngs,
   ):
@@ -85,14 +89,18 @@ class MoETransformer(nnx.Module):
       balance: how every mixture of experts balances.
       dtype: of the computation. Routers, softmax, norms and rotary positions use float32.
       param_dtype: of all parameters but routers and selection biases.
-      attention_block: tokens that attention takes together; divides the length of rows. Where
-        requests start at multiples of it, attention does not depend on what else is in a row.
+      attention: ``"cudnn"`` (flash attention on NVIDIA GPUs, 16 bits, values as wide as keys),
+        ``"portable"`` (plain JAX) or ``"auto"``: cuDNN if it can.
+      attention_block: tokens that portable attention takes together; divides the length of rows.
+        Where requests start at multiples of it, it does not depend on what else is in a row.
       rngs: the stream ``params`` is used.
 
     Raises:
-      ValueError: no mesh with axis ``"expert"`` is in context, or it does not divide the experts.
+      ValueError: no mesh with axis ``"expert"`` is in context, it does not divide the experts, or
+        ``attention`` is none of the names.
     """
     check_mesh(AXIS, config.gating.num_experts)
+    check_choice("attention", attention, ("auto", "cudnn", "portable"))
 
     def param(spec: Spec) -> nnx.Param[Array]:
       return nnx.Param(random_param(rngs.params(), spec, param_dtype), out_sharding=spec.axes)
@@ -108,7 +116,8 @@ class MoETransformer(nnx.Module):
     self.config = config
     self.balance = balance
     self.dtype = jnp.dtype(dtype)
-    self.attention_block = attention_block
+    names = ("cudnn", "portable") if attention == "auto" else (attention,)
+    self.attention = layers.Attention(names, attention_block)
 
   @property
   def vocab_size(self) -> int:
@@ -130,7 +139,7 @@ class MoETransformer(nnx.Module):
       ValueError: shapes do not fit each other, the mesh or ``attention_block``.
       TypeError: a dtype is wrong.
     """
-    layers.check_batch(batch, self.attention_block)
+    layers.check_batch(batch, self.attention.block)
     config, embed_VD = self.config, self.embed[...]
     head_DV = embed_VD.T if self.head is None else self.head[...]
     carry, context = layers.start(embed_VD, batch, config, self.dtype)
@@ -141,7 +150,7 @@ class MoETransformer(nnx.Module):
         context,
         config=config,
         balance=self.balance,
-        block=self.attention_block,
+        how=self.attention,
       )
       index = jnp.arange(first, first + len(run), dtype=jnp.int32)
       carry, stats = lax.scan(step, carry, (index, stack.arrays()))

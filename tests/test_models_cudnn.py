@@ -1,0 +1,89 @@
+"""What cuDNN's attention is told about packed rows; cuDNN itself needs a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from ultraep_jax.models import attention, cudnn
+from ultraep_jax.models.spans import spans_of
+from ultraep_jax.packed import PackedBatch
+
+ROWS, LENGTH, HEADS, KEY_HEADS, CHANNELS = 3, 32, 4, 2, 8
+# Of each row: where requests start and their sizes.
+LAYOUT = ([(0, 7), (8, 3), (12, 20)], [], [(4, 28)])
+
+
+def packed(layout=LAYOUT, requests=4) -> PackedBatch:
+  position_BT, segment_BT = (np.zeros((len(layout), LENGTH), np.int32) for _ in range(2))
+  last_BR = np.full((len(layout), requests), -1, np.int32)
+  for row, spans in enumerate(layout):
+    for r, (start, size) in enumerate(spans):
+      position_BT[row, start : start + size] = np.arange(size)
+      segment_BT[row, start : start + size] = r + 1
+      last_BR[row, r] = start + size - 1
+  return PackedBatch(*map(jnp.asarray, (position_BT, position_BT, segment_BT, last_BR)))
+
+
+def operands(dtype=jnp.bfloat16):
+  keys = jax.random.split(jax.random.key(0), 3)
+  heads = (HEADS, KEY_HEADS, KEY_HEADS)
+  shapes = [(ROWS, LENGTH, n, CHANNELS) for n in heads]
+  return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def as_documented(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, **options):
+  """The meaning of the arguments, request by request; unwritten output is NaN."""
+  assert options == {"scale": 0.5, "mask_type": fused.MaskType.PADDING_CAUSAL}
+  assert q_offsets.shape == (ROWS, q_seqlen.shape[1] + 1) and q_seqlen.shape[1] >= 2
+  out = np.full(query.shape, np.nan, np.float32)
+  for row in range(ROWS):
+    for start, size in zip(np.asarray(q_offsets[row]), np.asarray(q_seqlen[row]), strict=False):
+      if start >= 0:
+        here = row, slice(start, start + size)
+        one = (x[here][None].astype(jnp.float32) for x in (query, key, value))
+        mixed = jax.nn.dot_product_attention(*one, scale=0.5, is_causal=True)
+        out[here] = mixed[0]
+  assert (kv_seqlen == q_seqlen).all() and (kv_offsets == q_offsets).all()
+  return jnp.asarray(out, query.dtype)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ([], [(0, 32)], [])])
+def test_tells_where_requests_lie(monkeypatch, layout):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(cudnn, "dot_product_attention", as_documented)
+  batch = packed(layout, requests=max(map(len, layout)))
+  got = cudnn.attend(*operands(), spans_of(batch), scale=0.5)
+  plain = attention.attend(*operands(), batch.segment_BT, scale=0.5, block=8)
+  np.testing.assert_allclose(
+    np.asarray(got, np.float32), np.asarray(plain, np.float32), atol=0.02, rtol=0.02
+  )
+  assert (np.asarray(got, np.float32)[np.asarray(batch.segment_BT) == 0] == 0).all()
+
+
+def test_lowers_for_gpus(monkeypatch):
+  """JAX's own checks of shapes and layouts pass, and the request is a packed one."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91300)
+  monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+  monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda capability: False)
+  batch = packed()
+
+  def run(query, key, value, batch):
+    return cudnn.attend(query, key, value, spans_of(batch), scale=0.5)
+
+  lowered = jax.jit(run).trace(*operands(), batch).lower(lowering_platforms=("cuda",))
+  text = lowered.as_text()
+  assert "fmhaSoftmax" in text and '"max_seg_per_batch": 4' in text.replace("\\22", '"')
+
+
+@pytest.mark.parametrize("kind", ["no GPU", "float32", "narrow values"])
+def test_says_what_it_cannot(monkeypatch, kind):
+  if kind != "no GPU":
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91300)
+  query, key, value = operands(jnp.float32 if kind == "float32" else jnp.bfloat16)
+  value = value[..., :4] if kind == "narrow values" else value
+  with pytest.raises(NotImplementedError, match=r"cuDNN|fp16"):
+    cudnn.attend(query, key, value, spans_of(packed()), scale=0.5)

@@ -1,0 +1,78 @@
+"""Causal attention over packed requests by cuDNN's flash attention, on NVIDIA GPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+from ultraep_jax.models.spans import Spans
+from ultraep_jax.types import Array
+
+
+def attend(
+  query_BTHC: Array,
+  key_BTNC: Array,
+  value_BTNV: Array,
+  spans: Spans,
+  *,
+  scale: float,
+) -> Array:
+  """Causal attention inside each request of each row; see ``attention.attend``.
+
+  JAX's public ``jax.nn.dot_product_attention`` cannot say where packed sequences start, the
+  function below it can.
+
+  Args:
+    query_BTHC: ``[B, T, H, C]`` bfloat16 or float16.
+    key_BTNC: ``[B, T, N, C]``; N divides H.
+    value_BTNV: ``[B, T, N, V]``.
+    spans: where the requests lie.
+    scale: factor on the scores.
+
+  Returns:
+    ``[B, T, H, V]``, dtype of the values; 0 outside of requests.
+
+  Raises:
+    NotImplementedError: no GPU, no cuDNN, or not these sizes and dtypes.
+  """
+  platform = _platform()
+  if platform != "gpu":
+    raise NotImplementedError(f"cuDNN: expected NVIDIA GPUs, got {platform}")
+  if query_BTHC.shape[3] != value_BTNV.shape[3]:
+    raise NotImplementedError(  # it would take the values' strides for the keys'
+      f"cuDNN: expected values as wide as keys, got {value_BTNV.shape[3]}, {query_BTHC.shape[3]}"
+    )
+  present_BR = spans.size_BR > 0
+  size_BR = jnp.where(present_BR, spans.size_BR, -1)
+  # One more, which says where the last request ends, and two at least: one is taken for a row
+  # that is not packed.
+  offset_BR = _pad(jnp.where(present_BR, spans.start_BR, -1), max(size_BR.shape[1], 2) + 1)
+  size_BR = _pad(size_BR, offset_BR.shape[1] - 1)
+  try:
+    mixed_BTHV: Any = dot_product_attention(  # custom_vjp hides the type
+      query_BTHC,
+      key_BTNC,
+      value_BTNV,
+      q_seqlen=size_BR,
+      kv_seqlen=size_BR,
+      q_offsets=offset_BR,
+      kv_offsets=offset_BR,
+      scale=scale,
+      mask_type=MaskType.PADDING_CAUSAL,
+    )
+  except RuntimeError as error:  # no cuDNN
+    raise NotImplementedError(f"cuDNN: {error}") from error
+  # What lies between requests is not written.
+  inside_BT = spans.inside(query_BTHC.shape[1])
+  return jnp.where(inside_BT[..., None, None], mixed_BTHV, jnp.zeros((), mixed_BTHV.dtype))
+
+
+def _platform() -> str:
+  """Of the mesh in context, or of the default device."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
+
+
+def _pad(value_BR: Array, columns: int) -> Array:
+  return jnp.pad(value_BR, ((0, 0), (0, columns - value_BR.shape[1])), constant_values=-1)
