@@ -1,11 +1,16 @@
-"""Times on devices: calls chained inside one jit, variants in turn, and kernels from a trace."""
+"""Times on devices: calls chained inside one jit, variants in turn, and kernels from a trace.
+
+And their memory, as compiled.
+"""
 
 import collections
+import contextlib
 import itertools
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,8 +35,9 @@ def chain(function: Callable[..., Any], calls: int) -> Callable[..., Array]:
         (jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results)), before * 0
       )
 
-    start = sum(jnp.ravel(leaf)[0] * 0 for leaf in jax.tree.leaves(args) if _is_float(leaf))
-    return lax.fori_loop(0, calls, body, jnp.asarray(start, jnp.float32))
+    firsts = [jnp.ravel(leaf)[0] for leaf in jax.tree.leaves(args) if _is_float(leaf)]
+    start = sum((first.astype(jnp.float32) * 0 for first in firsts), jnp.float32(0))
+    return lax.fori_loop(0, calls, body, start)
 
   return chained
 
@@ -114,3 +120,18 @@ def grouped(times: Mapping[str, float], groups: Mapping[str, Sequence[str]]) -> 
 
 def median(seconds: Sequence[float]) -> float:
   return float(np.median(seconds))
+
+
+def gigabytes(memory: Any) -> float:
+  """What a compiled program takes of a device: arguments, other results, temporary memory."""
+  names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
+  total = sum(getattr(memory, name, 0) for name in names)
+  return (total - getattr(memory, "alias_size_in_bytes", 0)) / 1e9
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Without the warning of strategy "ideal" that its results are wrong."""
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    yield

@@ -33,14 +33,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax import testing
-from ultraep_jax.bench import layer, text, timing
+from ultraep_jax.bench import layer_times, text, timing
 from ultraep_jax.bench.train_step import Metrics, Options, Program
 from ultraep_jax.bench.transformer import AXIS, DTYPE, Attend, Sizes, attend
 from ultraep_jax.config import BalanceConfig
 
 VARIANTS = ("none", "quota", "ideal")
 SLACK = 1.0625
-KERNELS = layer.KERNELS | {"attention": ("cudnn", "flash")}
+KERNELS = layer_times.KERNELS | {"attention": ("cudnn", "flash")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

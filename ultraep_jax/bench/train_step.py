@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ultraep_jax.bench import timing
 from ultraep_jax.bench.transformer import AXIS, Attend, LanguageModel, Sizes
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Array
@@ -148,8 +148,7 @@ def traced_step(options: Options, config: BalanceConfig, batch: int) -> Any:
     donate_argnums=0,
     out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere),
   )
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)  # "ideal" says that its results are wrong
+  with timing.quiet():
     return step.trace(
       state,
       shape(P(AXIS), jnp.int32, batch, sizes.seq + 1),
@@ -203,7 +202,7 @@ class Program:
           failed[config] = error
           continue
         self.compile_seconds[config] = time.perf_counter() - start
-        self.gigabytes[config] = _gigabytes(self._steps[config].memory_analysis())
+        self.gigabytes[config] = timing.gigabytes(self._steps[config].memory_analysis())
     return failed
 
   def has(self, config: BalanceConfig) -> bool:
@@ -233,9 +232,3 @@ class Program:
       self.state, metrics = self._steps[config](self.state, batch, bias, rate)
       results.append(metrics)
     return results
-
-
-def _gigabytes(memory: Any) -> float:
-  names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
-  total = sum(getattr(memory, name, 0) for name in names)
-  return (total - getattr(memory, "alias_size_in_bytes", 0)) / 1e9

@@ -1,0 +1,1 @@
+"""A sparse MoE block in MaxText's form, with and without balanced experts."""

@@ -1,0 +1,53 @@
+"""The figure of the bench of a layer: times over that of forced equal loads."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ultraep_jax.simulate.plots import figure
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+_COLORS = {
+  "none": "#b0413e",
+  "eplb": "#d98e32",
+  "quota": "#2f6b4f",
+  "quota-time": "#7fb069",
+  "plain": "#8c8c8c",
+  "tuned": "#6b8fb5",
+}
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+  """A part for each shape and pass, in it a group of bars for each ratio, a bar a variant.
+
+  Args:
+    rows: of the bench, with ``of_ideal``.
+
+  Raises:
+    ImportError: Matplotlib is not installed.
+    ValueError: no row has a time of ``ideal`` beside it.
+  """
+  drawn = [row for row in rows if row["of_ideal"] is not None and row["variant"] != "ideal"]
+  if not drawn:
+    raise ValueError("rows: expected times of a variant beside those of ideal, got none")
+  parts = list(dict.fromkeys((row["shape"], row["pass"]) for row in drawn))
+  ratios = sorted({row["ratio"] for row in drawn})
+  variants = [v for v in _COLORS if any(row["variant"] == v for row in drawn)]
+  width = 0.8 / len(variants)
+  made, axes = figure(len(parts), 1.8 + 4.2 * len(parts), 3.6)
+  for ax, part in zip(axes, parts, strict=True):
+    for i, variant in enumerate(variants):
+      mine = [r for r in drawn if (r["shape"], r["pass"]) == part and r["variant"] == variant]
+      offset = (i - (len(variants) - 1) / 2) * width
+      places = [ratios.index(row["ratio"]) + offset for row in mine]
+      over = [1 / row["of_ideal"] for row in mine]
+      ax.bar(places, over, 0.9 * width, color=_COLORS[variant], label=variant)
+    ax.axhline(1.0, color="black", linewidth=0.8)
+    ax.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
+    ax.set_xlabel("busiest over mean rank, as routed")
+    ax.set_title(", ".join(part), loc="left")
+  axes[0].set_ylabel("time over that of equal loads")
+  handles, labels = axes[0].get_legend_handles_labels()
+  made.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+  return made
