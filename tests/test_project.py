@@ -42,6 +42,7 @@ LAYERS = (
   ("commands",),
   ("__init__",),
   ("bench",),
+  ("serve",),
   ("models",),
   ("packed",),
   ("simulate",),

@@ -4,7 +4,9 @@ Without a name, lists the measurements. Most of them want GPUs.
 """
 
 import argparse
+import ast
 import importlib
+import pathlib
 import sys
 from types import ModuleType
 
@@ -20,6 +22,7 @@ MEASUREMENTS = (
   "grouped_matmul",
   "plan",
   "portable",
+  "prefill",
   "reduce",
   "replicate",
   "stress",
@@ -35,17 +38,29 @@ def run(args: argparse.Namespace) -> int:
   """Runs the ``main`` of ``ultraep_jax.bench.<name>``, which reads the program's arguments."""
   if args.name is None and set(args.rest) <= {"--help", "-h"}:
     for name in MEASUREMENTS:
-      print(f"{name:16} {(_module(name).__doc__ or '').splitlines()[0]}")
+      print(f"{name:16} {_summary(name)}")
     return 0
   if args.name not in MEASUREMENTS:
     raise CommandError(f"name: expected one of {', '.join(MEASUREMENTS)}, got {args.name!r}")
+  module = _module(args.name)
   before = sys.argv
   sys.argv = [f"python -m ultraep_jax bench {args.name}", *args.rest]
   try:
-    return _module(args.name).main() or 0
+    return module.main() or 0
   finally:
     sys.argv = before
 
 
 def _module(name: str) -> ModuleType:
-  return importlib.import_module(f"{ultraep_jax.bench.__name__}.{name}")
+  try:
+    return importlib.import_module(f"{ultraep_jax.bench.__name__}.{name}")
+  except ModuleNotFoundError as error:
+    raise CommandError(
+      f"{name} needs {error.name}; pip install 'ultraep-jax[models,paper]' has all that any needs"
+    ) from error
+
+
+def _summary(name: str) -> str:
+  """A module's first line, read and not imported: some need more than the library does."""
+  path = pathlib.Path(*ultraep_jax.bench.__path__) / f"{name}.py"
+  return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]

@@ -1,0 +1,235 @@
+"""The compiled programs of an engine: nothing here can compile after ``compile``."""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax.packed import PackedBatch, PrefillResult
+from ultraep_jax.progress import progress
+from ultraep_jax.serve.config import EngineConfig
+from ultraep_jax.serve.packing import Packing, aligned
+from ultraep_jax.types import Array, LayerStats
+
+_COMPILE_WORKERS = 4
+
+
+class Outputs(NamedTuple):
+  """What one batch leaves on the devices.
+
+  Attributes:
+    token_BR: int32, the likeliest next token of each request.
+    finite_BR: bool, whether all its logits are finite.
+    logits_BRV: float32, or None if the engine does not return them.
+    cache: ``[layers, B, T, ...]``, or None if the engine does not return it.
+    stats: of the MoE layers, or None.
+  """
+
+  token_BR: Array
+  finite_BR: Array
+  logits_BRV: Array | None
+  cache: Any
+  stats: LayerStats | None
+
+
+class Programs:
+  """One program per bucket, and those that cut requests out of its cache."""
+
+  def __init__(self, model: nnx.Module, config: EngineConfig):
+    """Takes the mesh in context and the model's parameters as they are.
+
+    Raises:
+      ValueError: the mesh is missing, has axes that divide no tokens, or spans processes.
+    """
+    self.config = config
+    self.mesh = jax.sharding.get_mesh()
+    self.axes = _token_axes(self.mesh)
+    self.rows = self.mesh.size
+    self._graphdef, self._state = nnx.split(model)
+    self._by_row = NamedSharding(self.mesh, P(self.axes))
+    devices = self._by_row.devices_indices_map((self.rows,))
+    self._row_of = {device: index[0].start or 0 for device, index in devices.items()}
+    self._prefill: dict[int, Callable[..., Outputs]] = {}
+    self._cut: dict[tuple[int, int], Callable[..., Any]] = {}
+
+  def compile(self) -> None:
+    """Compiles everything, several programs at a time with a progress bar, and runs it once.
+
+    What a model raises at trace time is raised here.
+    """
+    if self._prefill:
+      return
+    with jax.set_mesh(self.mesh):
+      prefill = {bucket: self._lower_prefill(bucket) for bucket in self.config.buckets}
+      cut = {
+        (bucket, length): self._lower_cut(lowered.out_info.cache, length)
+        for bucket, lowered in prefill.items()
+        for length in lengths(bucket, self.config.alignment)
+        if self.config.return_cache
+      }
+    with concurrent.futures.ThreadPoolExecutor(_COMPILE_WORKERS) as pool:
+      waiting = {key: pool.submit(low.compile) for key, low in [*prefill.items(), *cut.items()]}
+      done = {
+        key: future.result() for key, future in progress(waiting.items(), "compile", "program")
+      }
+    self._prefill = {bucket: done[bucket] for bucket in prefill}
+    self._cut = {key: done[key] for key in cut}
+    self._run_each()
+
+  def run(self, batch: PackedBatch) -> Outputs:
+    """Starts the batch's program; the results are on their way."""
+    placed = jax.device_put(batch, self._by_row)
+    return self._prefill[batch.token_BT.shape[1]](self._state, placed)
+
+  def cut(self, cache: Any, packing: Packing, sizes: Sequence[int]) -> list[Any]:
+    """Each request's part of a batch's cache, ``[layers, P, ...]`` on its row's device.
+
+    P is the least of ``lengths(bucket, alignment)`` that holds the request; what lies beyond its
+    tokens is 0. One call of a program serves one request of every row.
+
+    Args:
+      cache: of the batch.
+      packing: of the batch.
+      sizes: tokens of each request.
+    """
+    calls: dict[int, list[dict[int, int]]] = {}  # by P: the request of each row, call by call
+    for i, (row, size) in enumerate(zip(packing.row, sizes, strict=True)):
+      length = self._cut_length(packing.bucket, size)
+      of_length = calls.setdefault(length, [])
+      free = next((call for call in of_length if row not in call), None)
+      if free is None:
+        of_length.append({row: i})
+      else:
+        free[row] = i
+    parts: list[Any] = [None] * len(sizes)
+    for length, of_length in calls.items():
+      for call in of_length:
+        where_B2 = np.zeros((self.rows, 2), np.int32)
+        for row, i in call.items():
+          where_B2[row] = packing.start[i], sizes[i]
+        pieces = self._cut[packing.bucket, length](cache, self._put(where_B2))
+        for row, i in call.items():
+          parts[i] = jax.tree.map(functools.partial(self._on_row, row=row), pieces)
+    return parts
+
+  def _cut_length(self, bucket: int, size: int) -> int:
+    return next(n for n in lengths(bucket, self.config.alignment) if n >= size)
+
+  def _on_row(self, leaf: Array, row: int) -> Array:
+    """One row's shard, which keeps no other alive."""
+    return next(s.data for s in leaf.addressable_shards if self._row_of[s.device] == row)
+
+  def _put(self, array: np.ndarray) -> Array:
+    return jax.device_put(array, self._by_row)
+
+  def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
+    def shape(columns: int) -> Any:
+      return jax.ShapeDtypeStruct((self.rows, columns), jnp.int32, sharding=self._by_row)
+
+    # Only the cache is large, and no output has the shape of an input: donating gains nothing.
+    per_token, per_request = shape(bucket), shape(self.config.max_requests)
+    return jax.jit(self._step).lower(
+      self._state, PackedBatch(per_token, per_token, per_token, per_request)
+    )
+
+  def _step(self, state: nnx.State, batch: PackedBatch) -> Outputs:
+    result = nnx.merge(self._graphdef, state)(batch)
+    self._check(result, batch)
+    logits_BRV, cache = result.logits_BRV, None
+    if self.config.return_cache:
+      cache = jax.tree.map(lambda leaf: self._constrain(leaf, P(None, self.axes)), result.cache)
+    return Outputs(
+      token_BR=self._constrain(jnp.argmax(logits_BRV, axis=-1).astype(jnp.int32), P()),
+      finite_BR=self._constrain(jnp.all(jnp.isfinite(logits_BRV), axis=-1), P()),
+      logits_BRV=logits_BRV if self.config.return_logits else None,
+      cache=cache,
+      stats=result.stats,
+    )
+
+  def _constrain(self, leaf: Array, spec: P) -> Array:
+    if AxisType.Explicit in self.mesh.axis_types:
+      return jax.reshard(leaf, spec)
+    return jax.lax.with_sharding_constraint(leaf, spec)
+
+  def _check(self, result: PrefillResult, batch: PackedBatch) -> None:
+    """What the engine needs of a model's results, at trace time."""
+    logits, requests = result.logits_BRV, batch.last_BR.shape
+    if logits.ndim != 3 or logits.shape[:2] != requests or logits.dtype != jnp.float32:
+      raise ValueError(
+        f"logits_BRV: expected float32 [{requests[0]}, {requests[1]}, V], "
+        f"got {logits.dtype} {list(logits.shape)}"
+      )
+    if not self.config.return_cache:
+      return
+    for leaf in jax.tree.leaves(result.cache):
+      if leaf.shape[1:3] != batch.token_BT.shape:
+        rows, bucket = batch.token_BT.shape
+        raise ValueError(
+          f"cache: expected arrays [layers, {rows}, {bucket}, ...], got {list(leaf.shape)}"
+        )
+
+  def _lower_cut(self, cache: Any, length: int) -> jax.stages.Lowered:
+    def local(cache: Any, where_B2: Array) -> Any:
+      start, size = where_B2[0, 0], where_B2[0, 1]
+      iota_P = jnp.arange(length, dtype=jnp.int32)
+
+      def piece(leaf: Array) -> Array:  # [layers, 1, T, ...]
+        # Beyond the row's end indices are clipped, where a slice would move its start.
+        rows = jnp.take(leaf[:, 0], start + iota_P, axis=1, mode="clip")
+        inside = (iota_P < size).reshape(1, length, *(1,) * (rows.ndim - 2))
+        return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
+
+      return jax.tree.map(piece, cache)
+
+    by_row = P(self.axes)
+    function = jax.shard_map(
+      local, mesh=self.mesh, in_specs=(P(None, self.axes), by_row), out_specs=by_row
+    )
+    placed = NamedSharding(self.mesh, P(None, self.axes))
+    shapes = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), cache
+    )
+    where = jax.ShapeDtypeStruct((self.rows, 2), jnp.int32, sharding=self._by_row)
+    return jax.jit(function).lower(shapes, where)
+
+  def _run_each(self) -> None:
+    """Without requests; the first run of a program sets up communicators and more."""
+    for bucket in progress(self.config.buckets, "first run", "program"):
+      empty = np.zeros((self.rows, bucket), np.int32)
+      last_BR = np.full((self.rows, self.config.max_requests), -1, np.int32)
+      out = self.run(PackedBatch(empty, empty, empty, last_BR))  # type: ignore[arg-type]
+      for (of_bucket, _), program in self._cut.items():
+        if of_bucket == bucket:
+          jax.block_until_ready(program(out.cache, self._put(np.zeros((self.rows, 2), np.int32))))
+      jax.block_until_ready(out)
+
+
+def lengths(bucket: int, alignment: int) -> list[int]:
+  """The padded lengths of caches: the alignment times powers of two, and the bucket.
+
+  >>> lengths(96, 16)
+  [16, 32, 64, 96]
+  """
+  assert aligned(bucket, alignment) == bucket
+  powers = [alignment << i for i in range((bucket // alignment).bit_length())]
+  return [n for n in powers if n < bucket] + [bucket]
+
+
+def _token_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+  """The axes that divide the rows: all of the mesh's."""
+  axes = tuple(axis for axis in ("data", "expert") if axis in mesh.axis_names)
+  if "expert" not in axes or set(axes) != set(mesh.axis_names):
+    raise ValueError(
+      'mesh: expected one in context with the axis "expert", and "data" if need be, got axes '
+      f"{mesh.axis_names}; set one with jax.set_mesh(jax.make_mesh((ranks,), ('expert',)))"
+    )
+  if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+    raise ValueError("mesh: expected devices of this process, got some of others")
+  return axes
