@@ -8,10 +8,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from tiny_moe.settings import Settings, SettingsError, flag
-from tiny_moe.training import TrainState
+from tiny_moe.training import Params, TrainState, make_training
 
 # How and where experts run may change between runs of one checkpoint; the rest may not.
 FREE = ("strategy", "ranks", "data", "replica_slots")
+# What the shapes of parameters and the meaning of the computation depend on.
+MODEL = ("layers", "width", "experts", "dtype")
 
 
 def open_checkpoints(folder: pathlib.Path, every: int, resume: bool) -> ocp.CheckpointManager:
@@ -57,9 +59,31 @@ def restore(
       raise SettingsError(f"{flag(name)}: expected {saved[name]} as in the checkpoint, got {value}")
   if done == settings.steps:
     raise SettingsError(f"--resume: expected steps left to run, got all {done} done")
+  return _restore_state(manager, done, state), done
+
+
+def load_params(folder: pathlib.Path, settings: Settings) -> tuple[Params, Settings]:
+  """The newest parameters of a run, on the mesh in context, and ``settings`` with its model.
+
+  Args:
+    folder: ``--checkpoint-dir`` of the run.
+    settings: all but those of the model stay as they are.
+
+  Raises:
+    SettingsError: the folder has no checkpoint, or the experts do not fit the ranks.
+  """
+  with open_checkpoints(folder, every=1, resume=True) as manager:
+    done = max(manager.all_steps())
+    parts = ocp.args.Composite(settings=ocp.args.JsonRestore())
+    saved = manager.restore(done, args=parts)["settings"]
+    settings = dataclasses.replace(settings, **{name: saved[name] for name in MODEL})
+    return _restore_state(manager, done, make_training(settings).state).params, settings
+
+
+def _restore_state(manager: ocp.CheckpointManager, done: int, state: TrainState) -> TrainState:
   like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
   parts = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-  return manager.restore(done, args=parts)["state"], done
+  return manager.restore(done, args=parts)["state"]
 
 
 def _fixed(settings: Settings) -> dict[str, Any]:

@@ -85,18 +85,29 @@ class Attention(nnx.Module):
     self.out = nnx.Linear(width, width, use_bias=False, dtype=dtype, rngs=rngs)
 
   def __call__(self, x_BTD: Array) -> Array:
-    qkv = self.qkv(x_BTD).reshape(*x_BTD.shape[:2], -1, HEAD_DIM)
-    query, key, value = jnp.split(qkv, 3, axis=2)
-    mixed = jax.nn.dot_product_attention(_rotate(query), _rotate(key), value, is_causal=True)
+    query, key, value = self.project(x_BTD)
+    turns = turns_of(np.arange(x_BTD.shape[1])[None])
+    query, key = rotate(query, turns), rotate(key, turns)
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return self.out(mixed.reshape(x_BTD.shape))
 
+  def project(self, x_BTD: Array) -> list[Array]:
+    """Queries, keys and values by head, ``[B, T, H, C]`` each, without positions."""
+    qkv = self.qkv(x_BTD).reshape(*x_BTD.shape[:2], -1, HEAD_DIM)
+    return jnp.split(qkv, 3, axis=2)
 
-def _rotate(x_BTHC: Array) -> Array:
-  """Rotary positions: turns pairs of channels by their token's position times a frequency."""
-  seq, half = x_BTHC.shape[1], HEAD_DIM // 2
+
+def turns_of(position_BT: np.ndarray) -> np.ndarray:
+  """Cosines and sines of positions, ``[2, B, T, 1, C / 2]``."""
+  half = HEAD_DIM // 2
   frequency_C = np.exp(-math.log(10_000) * np.arange(half) / half)
-  angle = np.outer(np.arange(seq), frequency_C)[None, :, None, :]
-  cos, sin = jnp.asarray(np.cos(angle), x_BTHC.dtype), jnp.asarray(np.sin(angle), x_BTHC.dtype)
+  angle = position_BT[:, :, None, None] * frequency_C
+  return np.stack([np.cos(angle), np.sin(angle)])
+
+
+def rotate(x_BTHC: Array, turns: Array | np.ndarray) -> Array:
+  """Rotary positions: turns pairs of channels by their token's position times a frequency."""
+  cos, sin = jnp.asarray(turns, x_BTHC.dtype)
   left, right = jnp.split(x_BTHC, 2, axis=-1)
   return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
