@@ -22,11 +22,14 @@ from ultraep_jax import replicate as portable
 from ultraep_jax.bench.portable import AXIS, timed
 from ultraep_jax.bench.transfers import (
   Placement,
+  add_arguments,
   busiest,
   device_times,
+  open_mesh,
   random_placement,
   stacked,
   time_cases,
+  tunings_of,
 )
 from ultraep_jax.types import Array
 
@@ -37,25 +40,17 @@ SMALL = Tuning(blocks=8, workers=3, tile_bytes=2048)  # many tiles a worker: it 
 def main() -> None:
   parser = argparse.ArgumentParser(description="Checks and times the reduction kernel.")
   parser.add_argument("what", nargs="+", choices=["check", "time"])
-  parser.add_argument("--plans", type=int, default=10, help="random plans to check per shape")
-  parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
-  parser.add_argument("--megabytes", nargs="*", type=float, default=[75.5], help="per expert")
-  parser.add_argument("--tunings", nargs="*", default=["132x2x16384"], help="BLOCKSxWORKERSxBYTES")
-  parser.add_argument("--calls", type=int, default=20, help="calls chained inside one jit")
-  parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument("--portable", action="store_true", help="time the portable operation too")
+  add_arguments(parser, plans=10, megabytes=75.5)
   args = parser.parse_args()
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-  print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
-  tunings = [Tuning(*map(int, text.split("x"))) for text in args.tunings]
+  mesh, tunings = open_mesh(), tunings_of(args.tunings)
+  first = next(iter(tunings.values()))
   if "check" in args.what:
-    for tuning in (SMALL, tunings[0]):
+    for tuning in (SMALL, first):
       check(mesh, args.plans, tuning, 50_000 // args.scale)
   if "time" in args.what:
     for megabytes in args.megabytes:
       row = int(megabytes * 1e6) // (16 * args.scale) * 4
-      for tuning in tunings:
-        label = f"{tuning.blocks} x {tuning.workers} x {tuning.tile_bytes}"
+      for label, tuning in tunings.items():
         report(label, kernel(tuning), mesh, row, args.calls, args.repeats)
       if args.portable:
         report("portable", ring, mesh, row, args.calls, args.repeats)

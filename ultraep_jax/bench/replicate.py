@@ -22,11 +22,14 @@ from ultraep_jax import replicate as portable
 from ultraep_jax.bench.portable import AXIS, timed
 from ultraep_jax.bench.transfers import (
   Placement,
+  add_arguments,
   busiest,
   device_times,
+  open_mesh,
   random_placement,
   stacked,
   time_cases,
+  tunings_of,
 )
 from ultraep_jax.types import Array
 
@@ -35,24 +38,16 @@ DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
 
 def main() -> None:
   parser = argparse.ArgumentParser(description="Checks and times the replication kernel.")
-  parser.add_argument("--plans", type=int, default=20, help="random plans to check per shape")
-  parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
-  parser.add_argument("--megabytes", nargs="*", type=float, default=[37.7], help="per expert")
-  parser.add_argument("--tunings", nargs="*", default=["132x2x16384"], help="BLOCKSxWORKERSxBYTES")
-  parser.add_argument("--calls", type=int, default=20, help="calls chained inside one jit")
-  parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument("--portable", action="store_true", help="time the portable operation too")
+  add_arguments(parser, plans=20, megabytes=37.7)
   args = parser.parse_args()
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-  print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
-  tunings = [Tuning(*map(int, text.split("x"))) for text in args.tunings]
-  check(mesh, args.plans, tunings[0], 200_000 // args.scale)
+  mesh, tunings = open_mesh(), tunings_of(args.tunings)
+  first = next(iter(tunings.values()))
+  check(mesh, args.plans, first, 200_000 // args.scale)
   cases = time_cases(mesh.size)
   for megabytes in args.megabytes:
     arrays = random_experts(mesh, 16, [(int(megabytes * 1e6) // (16 * args.scale) * 8,)])
-    for tuning in tunings:
+    for label, tuning in tunings.items():
       run = functools.partial(replicate, axis_name=AXIS, tuning=tuning)
-      label = f"{tuning.blocks} x {tuning.workers} x {tuning.tile_bytes}"
       report(label, run, mesh, arrays, cases, args.calls, args.repeats)
     if args.portable:
       report("portable", ring, mesh, arrays, cases, args.calls, args.repeats)

@@ -1,7 +1,8 @@
-"""What the measurements of transfers share: plans to follow, and times on the device."""
+"""What the measurements of transfers share: options, plans to follow, and times on the device."""
 
+import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.tiles import Tuning
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.portable import AXIS
@@ -21,6 +23,34 @@ Placement = tuple[np.ndarray, np.ndarray]  # replica_expert_GS, parent_GS
 
 _PROFILED = 10  # calls in a trace
 _RATIOS = (1.5, 2.0, 2.5, 3.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, plans: int, megabytes: float) -> None:
+  """The options of a kernel's program, with these defaults."""
+  add = parser.add_argument
+  add("--plans", type=int, default=plans, help="random plans to check per shape")
+  add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
+  add("--megabytes", nargs="*", type=float, default=[megabytes], help="per expert")
+  add("--tunings", nargs="*", default=["132x2x16384"], help="BLOCKSxWORKERSxBYTES")
+  add("--calls", type=int, default=20, help="calls chained inside one jit")
+  add("--repeats", type=int, default=5)
+  add("--portable", action="store_true", help="time the portable operation too")
+
+
+def open_mesh() -> jax.sharding.Mesh:
+  """All devices, which it prints."""
+  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+  print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
+  return mesh
+
+
+def tunings_of(texts: Sequence[str]) -> dict[str, Tuning]:
+  """The tunings that ``--tunings`` names, by a label for people.
+
+  >>> tunings_of(["132x2x16384"])
+  {'132 x 2 x 16384': Tuning(blocks=132, workers=2, tile_bytes=16384)}
+  """
+  return {text.replace("x", " x "): Tuning(*map(int, text.split("x"))) for text in texts}
 
 
 def random_placement(rng: np.random.Generator, ranks: int, home: int, slots: int) -> Placement:
