@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import plan_probes, plan_tree
+from pallas_kernels.plan_members import Vectors
 from pallas_kernels.plan_probes import (
   BLOCK_AXIS,
   BUSIEST,
@@ -26,7 +27,6 @@ from pallas_kernels.plan_probes import (
   before,
 )
 from pallas_kernels.plan_tables import PROBES, Problem, Tables
-from pallas_kernels.plan_tree import Vectors
 from pallas_kernels.warps import (
   INT32_MAX,
   LANES,
