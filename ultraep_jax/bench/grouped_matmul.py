@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels import tiles
+from pallas_kernels.gated_matmul import Gated, gated_beside, gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_pipeline import WARPGROUPS, Tuning
 from ultraep_jax import experts
 
 Array = jax.Array
@@ -31,7 +33,7 @@ Kernel = Callable[..., Any]
 HOME, REPLICA = 16, 2
 MODELS = {"deepseek-v3": (7168, 2048), "qwen3-235b": (4096, 1536), "glm-4.5-106b": (4096, 1408)}
 PRODUCTS = ("forward up", "forward down", "dgrad up", "dgrad down")
-PROBLEMS = (*PRODUCTS, "wgrad", "gated", "gated only", "sum")
+PROBLEMS = (*PRODUCTS, "wgrad", "gated", "gated only", "gated split", "sum")
 
 # What may hang, if anything does, is last.
 VARIANTS = {
@@ -113,6 +115,33 @@ _gated = jax.jit(functools.partial(gated_matmul, activation=jax.nn.silu, keep_hi
 _wgrad = jax.jit(grouped_matmul_wgrad, static_argnums=3)
 
 
+def gated_split(
+  rows: Array, gate: Array, up: Array, *operands: Array, moving: bool = True, **kwargs: Any
+) -> Gated:
+  """``gated_matmul`` with home and replica slots apart, beside a transfer of nothing or none."""
+  more_gate, more_up, sizes = operands
+  nothing = tiles.Transfer(
+    operands=(),
+    out_type=(),
+    scratch_types=(),
+    buffers=[plgpu.SMEM((128,), jnp.int32)],
+    body=lambda *_: None,
+    finish=lambda _: None,
+    tuning=tiles.Tuning(blocks=12, workers=WARPGROUPS),
+    name="nothing",
+  )
+  gated, _ = gated_beside(
+    nothing if moving else None,
+    lambda _: (more_gate, more_up),
+    *(rows, gate, up, sizes, jax.nn.silu),
+    **kwargs,
+  )
+  return gated
+
+
+_split = jax.jit(functools.partial(gated_split, keep_hidden=True))
+
+
 @functools.partial(jax.jit, static_argnames="transpose")
 def _expected(
   rows: Array, grad: Array, weights: Array, one_hot: Array, transpose: bool
@@ -152,7 +181,12 @@ def _check_case(
   twice = _sum([rows] * 2, [home] * 2, [replica] * 2, group_size, transpose_rhs=transpose)
   errors["sum"] = distance(twice[:used], 2 * expected[:used])
   if not transpose:
-    inner, gate, up = (x[:used] for x in _gated(rows, home, home, replica, replica, group_size))
+    operands = rows, home, home, replica, replica, group_size
+    inner, gate, up = (x[:used] for x in _gated(*operands))
+    if num_replica:  # the same bits
+      apart = _split(*operands)
+      same = zip(apart, (inner, gate, up), strict=True)
+      errors["split"] = float(any(jnp.any(x[:used] != y) for x, y in same))
     errors["gated"] = max(distance(x, expected[:used]) for x in (gate, up))
     gate = gate.astype(jnp.float32)
     errors["inner"] = distance(inner, jax.nn.silu(gate) * gate)
@@ -260,7 +294,7 @@ def problem_of(name: str, model: str, capacity: int, skew: float) -> Problem:
   wide, inner = MODELS[model]
   sizes = jnp.asarray(group_sizes(rng, HOME + REPLICA, capacity - 999, skew), jnp.int32)
   kernel, operands, dense, dense_operands, peers = parts_of(name, capacity, wide, inner)
-  products = 2 if name in ("gated", "gated only", "sum") else 1
+  products = 2 if name.startswith("gated") or name == "sum" else 1
   return Problem(
     title=f"{model} {capacity} {name}",
     operands=operands,
@@ -291,7 +325,7 @@ def parts_of(name: str, capacity: int, wide: int, inner: int) -> Parts:
     return _wgrad_problem(random(capacity, wide), random(capacity, inner))
   if name.startswith("gated"):
     operands = random(capacity, wide), *pair(wide, inner), *pair(wide, inner)
-    return _gated_problem(*operands, keep=name == "gated")
+    return _gated_problem(*operands, keep=name != "gated only", split=name == "gated split")
   if name == "sum":
     rows = random(capacity, inner), random(capacity, inner)
     return _sum_problem(*rows, *pair(wide, inner), *pair(wide, inner))
@@ -337,10 +371,11 @@ def _wgrad_problem(rows: Array, grad: Array) -> Parts:
 
 
 def _gated_problem(
-  rows: Array, gate: Array, more_gate: Array, up: Array, more_up: Array, *, keep: bool
+  rows: Array, gate: Array, more_gate: Array, up: Array, more_up: Array, *, keep: bool, split: bool
 ) -> Parts:
-  def kernel(*operands: Array, **tuning: Any) -> Any:
-    return gated_matmul(*operands, activation=jax.nn.silu, keep_hidden=keep, **tuning)
+  whole = functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=keep)
+  apart = functools.partial(gated_split, keep_hidden=keep)
+  still = functools.partial(apart, moving=False)
 
   def unfused(
     rows: Array, gate: Array, up: Array, more_gate: Array, more_up: Array, sizes: Array
@@ -355,7 +390,9 @@ def _gated_problem(
 
   operands = rows, gate, up, more_gate, more_up
   dense_operands = rows, jnp.concatenate([gate[0], up[0]], axis=1)
-  return kernel, operands, dense, dense_operands, {"unfused": unfused}
+  if split:
+    return apart, operands, dense, dense_operands, {"no transfer": still, "whole": whole}
+  return whole, operands, dense, dense_operands, {"unfused": unfused}
 
 
 def _sum_problem(
