@@ -48,6 +48,7 @@ Array = jax.Array
 _MOST_SLOTS = 64  # S * parts: two registers each
 _MOST_CONSTRUCTED = 32  # home experts that the exact construction sorts in registers
 _SHARED_BYTES = 224 * 1024
+_NO_COST = (0, 2, 1)  # unread; XLA fills equal or counted numbers by a kernel of their own
 _PIECES = 4  # of 128 quotas that a block of the second kernel writes
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
@@ -106,7 +107,7 @@ def plan_quota(
     steps=tuple(steps),
   )
   _check_size(problem)
-  load, cost_3 = load_GE.reshape(-1), jnp.zeros(3, jnp.int32) if cost is None else cost
+  load, cost_3 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
   load = _vary_too(load, cost_3)
   domains, experts = problem.num_domains, padded(problem.domain_experts)
   typed = jax.typeof(load)
