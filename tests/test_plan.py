@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.plan import plan_quotas
 from ultraep_jax.types import PlanCost
@@ -426,8 +427,8 @@ class TestReference:
       f"reference {cases['reference_after'].mean():.5f}, {cases['reference_after'].max():.5f}"
     )
     assert (after <= cases["reference_after"] + 1e-6).all()
-    assert after.mean() <= 1.002
-    assert after.max() <= 1.011
+    assert after.mean() <= 1.0001
+    assert after.max() <= 1.001
 
   def test_fewer_replicas_at_the_same_target(self, reference):
     cases, total, outcome = reference
@@ -441,7 +442,7 @@ class TestReference:
       f"{(reference_rows <= goal).sum()}) of {len(cases)}, replica ratio {ratio:.4f}"
     )
     assert (rows <= goal)[reference_rows <= goal].all()
-    assert ratio <= 0.87
+    assert ratio <= 0.851
 
   @pytest.mark.slow
   @pytest.mark.parametrize("min_tokens", [128, 1024])
@@ -453,8 +454,8 @@ class TestReference:
       f"\nmin_tokens {min_tokens}: mean {after.mean():.5f}, max {after.max():.5f}, "
       f"above 1.0101 {(after > 1.0101).sum()}, replicas {copies.sum()}"
     )
-    assert after.mean() <= 1.003
-    assert (after > 1.0101).sum() <= 1
+    assert after.mean() <= 1.0005
+    assert after.max() <= 1.002
 
 
 class TestExact:
@@ -531,6 +532,25 @@ class TestTarget:
         assert busiest(aimed) == busiest(lowest)
     print(f"\ntarget 1.05: {len(saved)} reached, {sum(saved)} replicas saved")
     assert sum(saved) > 0
+
+
+class TestCopies:
+  def test_few_of_the_busiest_rank_on_the_loads_of_the_replication_bench(self):
+    """As few as the hot rank's experts allow, which are in a token at most once."""
+    config = make_config(2, target=1.01, transfer="auto")
+    plan = jax.jit(lambda load_GE: plan_quotas(load_GE, config))
+    copies = []
+    for ratio in (1.5, 2.0, 2.5, 3.0):
+      load_GE = testing.zipf_loads(0, 64, 4, 8192, 8, ratio, shuffle=False)
+      result = plan(load_GE)
+      assert busiest(result) <= 1.01 * load_GE.sum() / 4 + 1
+      received = (planned(result).replica_expert >= 0).sum(-1).max()
+      hottest = np.cumsum(-np.sort(-load_GE.sum(0)[:16]))
+      excess = load_GE[:, :16].sum() - math.ceil(1.01 * load_GE.sum() / 4)
+      least = 1 + int(np.searchsorted(hottest, excess))
+      copies.append(max(busiest_sender(result), int(received)))
+      assert copies[-1] == least
+    assert copies == [1, 2, 3, 5]
 
 
 class TestTime:
