@@ -20,6 +20,7 @@ from pallas_kernels.plan_members import Vectors
 from pallas_kernels.plan_probes import (
   BLOCK_AXIS,
   BUSIEST,
+  COPIES,
   DOMAIN_AXIS,
   REPLICAS,
   VALUE,
@@ -251,13 +252,14 @@ def _choose(report_ref: Any, best_ref: Any, problem: Problem) -> None:
   thread = thread_index()
   lane = thread & (LANES - 1)
   choice = thread * 0
+  fields = (VALUE, REPLICAS, COPIES, BUSIEST)
 
   def choose(domain: Array, choice: Array) -> Array:
     best: list[Array] = []
     for first in range(0, problem.blocks, LANES):
       block = lane + first
       line = (domain * problem.blocks + jnp.minimum(block, problem.blocks - 1)) * THREADS
-      keys = [lookup(report_ref, line + field) for field in (VALUE, REPLICAS, BUSIEST)]
+      keys = [lookup(report_ref, line + field) for field in fields]
       keys = [where(block < problem.blocks, key, INT32_MAX) for key in keys]
       keys.append(block * PROBES + lookup(report_ref, line + WARP))
       if best:

@@ -26,6 +26,7 @@ from ultraep_jax.bench.transfers import (
   busiest,
   device_times,
   open_mesh,
+  planner,
   random_placement,
   stacked,
   time_cases,
@@ -48,12 +49,13 @@ def main() -> None:
     for tuning in (SMALL, first):
       check(mesh, args.plans, tuning, 50_000 // args.scale)
   if "time" in args.what:
+    cases = time_cases(mesh.size, planner(args))
     for megabytes in args.megabytes:
       row = int(megabytes * 1e6) // (16 * args.scale) * 4
       for label, tuning in tunings.items():
-        report(label, kernel(tuning), mesh, row, args.calls, args.repeats)
+        report(label, kernel(tuning), mesh, row, cases, args.calls, args.repeats)
       if args.portable:
-        report("portable", ring, mesh, row, args.calls, args.repeats)
+        report("portable", ring, mesh, row, cases, args.calls, args.repeats)
 
 
 Operation = Callable[[list[Array], list[Array], Array, Array], list[Array]]
@@ -150,7 +152,13 @@ def sharded(operation: Operation, mesh: jax.sharding.Mesh) -> Callable[..., list
 
 
 def report(
-  label: str, operation: Operation, mesh: jax.sharding.Mesh, row: int, calls: int, repeats: int
+  label: str,
+  operation: Operation,
+  mesh: jax.sharding.Mesh,
+  row: int,
+  cases: dict[str, Placement],
+  calls: int,
+  repeats: int,
 ) -> None:
   @functools.partial(jax.jit, static_argnums=0, out_shardings=NamedSharding(mesh, P(AXIS)))
   def ones(count: int) -> Array:
@@ -160,14 +168,14 @@ def report(
     return operation([replica], [home], plan_2GS[0], plan_2GS[1])[0]
 
   megabytes = 4 * row / 1e6
-  for name, placement in time_cases(mesh.size).items():
+  for name, placement in cases.items():
     rest = (ones(placement[0].shape[1]), stacked(placement, mesh))
     seconds = timed((once, (ones(HOME), *rest)), mesh, calls, repeats, donate=True)
     device = device_times("reduce_replicas", once, (ones(HOME), *rest), mesh, donate=True)
     copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
     print(
-      f"{label:16} {name:19} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
+      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
       f" {rate:7.1f} GB/s; {device}",
       flush=True,
     )

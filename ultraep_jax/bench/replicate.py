@@ -26,6 +26,7 @@ from ultraep_jax.bench.transfers import (
   busiest,
   device_times,
   open_mesh,
+  planner,
   random_placement,
   stacked,
   time_cases,
@@ -43,7 +44,7 @@ def main() -> None:
   mesh, tunings = open_mesh(), tunings_of(args.tunings)
   first = next(iter(tunings.values()))
   check(mesh, args.plans, first, 200_000 // args.scale)
-  cases = time_cases(mesh.size)
+  cases = time_cases(mesh.size, planner(args))
   for megabytes in args.megabytes:
     arrays = random_experts(mesh, 16, [(int(megabytes * 1e6) // (16 * args.scale) * 8,)])
     for label, tuning in tunings.items():
@@ -135,7 +136,7 @@ def report(
     copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
     print(
-      f"{label:16} {name:19} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
+      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
       f" {rate:7.1f} GB/s; {device}",
       flush=True,
     )
