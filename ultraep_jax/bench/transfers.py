@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.tiles import Tuning
-from ultraep_jax import testing
+from ultraep_jax import processes, testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.config import BalanceConfig
@@ -29,6 +29,7 @@ _RATIOS = (1.5, 2.0, 2.5, 3.0)
 
 def add_arguments(parser: argparse.ArgumentParser, *, plans: int, megabytes: float) -> None:
   """The options of a kernel's program, with these defaults."""
+  processes.add_argument(parser)
   add = parser.add_argument
   add("--plans", type=int, default=plans, help="random plans to check per shape")
   add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
@@ -112,8 +113,8 @@ def busiest(placement: Placement) -> int:
 
 def stacked(placement: Placement, mesh: jax.sharding.Mesh) -> Array:
   """The two parts of a placement for every rank, sharded over all."""
-  plan_2GS = jnp.asarray(np.stack(placement), jnp.int32)
-  return jax.device_put(jnp.tile(plan_2GS, (mesh.size, 1, 1)), NamedSharding(mesh, P(AXIS)))
+  plan_2GS = np.stack(placement).astype(np.int32)
+  return processes.put(np.tile(plan_2GS, (mesh.size, 1, 1)), NamedSharding(mesh, P(AXIS)))
 
 
 def device_times(
