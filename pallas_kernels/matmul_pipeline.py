@@ -24,7 +24,8 @@ Scalars = tuple[Array, ...]
 DEPTH = 64  # contracted per stage: 128 bytes, the widest swizzle
 _MULTIPLYING = 2  # warpgroups of a block
 WARPGROUPS = _MULTIPLYING + 1  # with the one that loads
-_BLOCKS_BESIDE = 528  # four a SM; see ``make_room``
+_SMS = 132  # of an H100 or H200
+_BLOCKS_BESIDE = 7 * _SMS  # see ``make_room``
 _BLOCK_AXIS, _CLUSTER_AXIS, _GROUP_AXIS = tiles.BLOCK_AXIS, "cluster", tiles.WORKER_AXIS
 
 
@@ -40,8 +41,9 @@ class Tuning:
     stages: of the ring; each has ``DEPTH`` of both operands.
     buffers: pieces of 64 × 64 that a warpgroup stores at a time.
     band: columns worked on side by side, so that the cache serves most loads.
-    blocks: 132 are the SMs of an H100 or H200. With more, the device's scheduler hands out the
-      rest: an SM that another kernel holds for a while gets fewer.
+    blocks: 132 are the SMs of an H100 or H200. With a multiple of them, the first 132 take half
+      of the tiles, the next ones half of the rest, and so on; the device's scheduler hands them
+      out, so that an SM that another kernel holds for a while gets fewer.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around
@@ -200,7 +202,7 @@ def persist(
   """Runs this block's share of the tiles.
 
   Args:
-    num_tiles: of which each cluster works on every ``blocks / cluster``-th one.
+    num_tiles: dealt to the clusters in turn; see ``Tuning.blocks`` where there are more than fit.
     describe: the work of a tile's index and of a block's index in the cluster.
     load: loads the steps of a tile: given the steps before it and its owner.
     compute: multiplies a tile, or a strip of it, given the same and what is not stored yet, and
@@ -214,7 +216,8 @@ def persist(
   clusters = tuning.blocks // tuning.cluster
   block = lax.axis_index(_BLOCK_AXIS) - (lax.axis_size(_BLOCK_AXIS) - clusters)  # others before
   rank = lax.axis_index(_CLUSTER_AXIS)
-  share = lax.div(num_tiles - block + clusters - 1, jnp.int32(clusters))
+  first_tile, end_tile, stride = share(jnp.int32(num_tiles), block, clusters, tuning.cluster)
+  count = lax.div(end_tile - first_tile + stride - 1, jnp.int32(stride))
   last = lax.max(jnp.int32(num_tiles - 1), jnp.int32(0))
   group = lax.axis_index(_GROUP_AXIS)
   together = tile.strips == _MULTIPLYING
@@ -223,12 +226,12 @@ def persist(
     def step(i: Array, carry: tuple[Scalars, Array, Any]) -> tuple[Scalars, Array, Any]:
       (steps, *rest), before, state = carry
       # Read what comes next before this tile starts, which hides the latency.
-      following = scalars(lax.min(block + (i + 1) * clusters, last))
+      following = scalars(lax.min(first_tile + (i + 1) * stride, last))
       owner = jnp.int32(0) if together else lax.rem(i, jnp.int32(2))
       return following, before + steps, body(Work(steps, tuple(rest)), before, owner, state)
 
-    first = scalars(lax.min(block, last)), jnp.int32(0), state
-    return lax.fori_loop(0, share, step, first)[1:]
+    first = scalars(lax.min(first_tile, last)), jnp.int32(0), state
+    return lax.fori_loop(0, count, step, first)[1:]
 
   def scalars(t: Array) -> Scalars:
     work = describe(t, rank)
@@ -250,6 +253,22 @@ def persist(
   def _() -> None:
     plgpu.set_max_registers(24, action="decrease")
     ring.finish(run(lambda work, before, owner, _: load(work, before, owner), None)[0])
+
+
+def share(num_tiles: Array, block: Array, clusters: int, cluster: int) -> tuple[Array, Array, int]:
+  """First tile of a cluster of blocks, an end of its tiles, and their stride.
+
+  As many clusters as fit on the device are a wave. Each wave has half of the tiles that are
+  left, the last one all of them: an SM that comes late misses few large shares, and all end
+  within a small one. With one wave, each has every ``clusters``-th tile.
+  """
+  stride = min(clusters, _SMS // cluster)
+  waves = -(-clusters // stride)
+  wave, lane = (f(block, jnp.int32(stride)) for f in (lax.div, lax.rem))
+  left, after = (lax.shift_right_arithmetic(num_tiles, w) for w in (wave, wave + 1))
+  end = lax.select(wave == waves - 1, num_tiles, num_tiles - after)
+  # A wave of fewer tiles than clusters leaves some without.
+  return lax.min(num_tiles - left + lane, end), end, stride
 
 
 def strip_index(tile: Tile) -> Array:
@@ -291,8 +310,9 @@ def smem(*shape: int, dtype: Any = jnp.bfloat16, tiled: bool = True) -> Any:
 def make_room(tuning: Tuning, beside: Transfer | None) -> Tuning:
   """The tuning of a kernel that shares the GPU with a transfer.
 
-  The transfer holds some SMs for a while. With many blocks, each with few tiles, the device gives
-  those SMs fewer of them; a fixed share of one block per SM would wait for the transfer's end.
+  The transfer holds some SMs for a while. With several waves of blocks the device gives those SMs
+  fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
+  equal ones they would miss less than one.
   """
   if beside is None:
     return tuning
@@ -343,6 +363,8 @@ def launch(
       f"beside: expected {WARPGROUPS} workers and clusters of 1, got {beside.tuning.workers} "
       f"and {tuning.cluster}"
     )
+  if tuning.blocks > _SMS and tuning.blocks % _SMS:
+    raise ValueError(f"blocks: expected at most {_SMS} or a multiple of it, got {tuning.blocks}")
   riding = beside.tuning.blocks if beside else 0
   parts = [operands, ride.operands, out_type, ride.out_type, ride.scratch_types]
 

@@ -18,6 +18,7 @@ PASSES_ARGUMENTS_ON = True
 MEASUREMENTS = (
   "layer",
   "train",
+  "beside",
   "exchange",
   "grouped_matmul",
   "plan",
