@@ -73,7 +73,7 @@ def gated_matmul(
     group_size_P,
     transpose_rhs=False,
     results=[inner, *(hidden if keep_hidden else ())],
-    tuning=tuning or Tuning(),
+    tuning=tuning,
     kernel_name="gated_matmul",
     approx_math=True,  # of 11 bits or more: the result has 8
   )

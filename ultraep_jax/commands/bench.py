@@ -26,6 +26,7 @@ MEASUREMENTS = (
   "reduce",
   "replicate",
   "stress",
+  "tune",
 )
 
 
