@@ -135,11 +135,13 @@ class Tunings:
     twice or less than half of these, and whose columns divide into tiles alike (a multiple of 256
     or not); else of the entry for any widths.
     """
-    _check_widths(operation, widths)
     mine = {entry.widths: entry for entry in self.entries if entry.operation == operation}
     near = [known for known in mine if known and _alike(operation, widths, known)]
     nearest = min(near, key=lambda known: _distance(widths, known), default=())
     return mine[nearest].tuning if nearest in mine else None
+
+
+UNTUNED = Tunings()
 
 
 def parse(table: Any) -> Tunings:
@@ -172,7 +174,7 @@ def file_name(kind: str) -> str:
 @functools.cache
 def _measured(kind: str) -> Tunings:
   file = importlib.resources.files("pallas_kernels") / "tables" / file_name(kind)
-  return parse(json.loads(file.read_text())) if file.is_file() else Tunings()
+  return parse(json.loads(file.read_text())) if file.is_file() else UNTUNED
 
 
 def _parse_entry(entry: Any) -> Entry:

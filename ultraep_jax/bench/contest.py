@@ -159,7 +159,8 @@ def _distance(got: Array, wanted: Array) -> Array:
   """Relative, and infinite if a number is none; absolute if all should be zero."""
   got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
   gap, norm = jnp.linalg.norm(jnp.ravel(got - wanted)), jnp.linalg.norm(jnp.ravel(wanted))
-  return jnp.nan_to_num(jnp.where(norm > 0, gap / jnp.where(norm > 0, norm, 1), gap), nan=jnp.inf)
+  distance = jnp.where(norm > 0, gap / jnp.where(norm > 0, norm, 1), gap)
+  return jnp.where(jnp.isnan(distance), jnp.inf, distance)
 
 
 def _run(contest: Contest, compiled: Compiled, pace: Pace) -> Outcome:

@@ -3,7 +3,7 @@
 Run ``python -m ultraep_jax bench tune --write FILE``. Every candidate's results are compared with
 those of the kernel as it is before its time counts. Candidates of an operation run in turn, round
 by round; the fastest is kept if it gains more than ``--least-gain`` in three of four rounds.
-What was found is written after each operation.
+What was found is written after each operation. Matmuls run on one GPU, transfers on all.
 """
 
 import argparse
@@ -20,10 +20,11 @@ from typing import Any
 import jax
 
 from pallas_kernels.tunings import Tuning
-from ultraep_jax.bench import contest, tune_matmuls, tuning_table
+from ultraep_jax.bench import contest, tune_matmuls, tune_transfers, tuning_table
 from ultraep_jax.bench.contest import Choice, Contest, Outcome
 from ultraep_jax.bench.layer_problem import SHAPES
 from ultraep_jax.bench.matmul_problems import DENSE, PROBLEMS, Problem
+from ultraep_jax.bench.portable import AXIS
 
 DEFAULT = "default"
 
@@ -33,7 +34,6 @@ class Subject:
   """An operation at a shape.
 
   Attributes:
-    title: for people.
     operation: as tables call it.
     widths: by which tables know it.
     tunings: the kernel's own first, then candidates, by a label.
@@ -41,7 +41,6 @@ class Subject:
     ratio: of the rate to a dense matmul's, from seconds of both; ``None``: it is no matmul.
   """
 
-  title: str
   operation: str
   widths: tuple[int, ...]
   tunings: Mapping[str, Tuning]
@@ -60,7 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-  add("--operations", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+  operations = [*PROBLEMS, *tune_transfers.DEFAULTS]
+  add(
+    "--operations",
+    nargs="+",
+    choices=operations,
+    help="default: all, on one GPU matmuls",
+  )
   add("--rows", type=int, default=32768, help="of a matmul")
   add("--write", type=pathlib.Path, help="the JSON file to make, or to put results into")
   add("--seconds", type=float, default=180.0, help="after which nothing is begun")
@@ -92,22 +97,35 @@ def run(args: argparse.Namespace) -> None:
 
 
 def subjects(args: argparse.Namespace) -> list[Subject]:
-  """Operations first by what a layer runs, each at all shapes, so that time ends with the rest."""
-  found = []
-  for name, model in itertools.product(args.operations, args.shapes):
-    problem = Problem.of(name, model, args.rows, args.scale)
-    tunings = {DEFAULT: problem.default, **tune_matmuls.candidates(problem, args.more)}
-    found.append(
-      Subject(
-        problem.title,
-        problem.operation,
-        problem.widths,
-        tunings,
-        tune_matmuls.contest(problem, tunings),
-        problem.ratio,
-      )
-    )
-  return found
+  """Operations first by what a layer runs, each at all shapes, so that time ends with the rest.
+
+  By default all, but on one device no transfers.
+  """
+  transfers = tune_transfers.DEFAULTS if jax.device_count() > 1 else ()
+  named = itertools.product(args.operations or [*transfers, *PROBLEMS], args.shapes)
+  found: dict[Any, Subject] = {}
+  for operation, model in named:
+    subject = (_matmul if operation in PROBLEMS else _transfer)(operation, model, args)
+    found.setdefault((subject.operation, subject.widths), subject)  # models may have some alike
+  return list(found.values())
+
+
+def _matmul(name: str, model: str, args: argparse.Namespace) -> Subject:
+  problem = Problem.of(name, model, args.rows, args.scale)
+  tunings = {DEFAULT: problem.default, **tune_matmuls.candidates(problem, args.more)}
+  competing = tune_matmuls.contest(problem, tunings)
+  return Subject(problem.operation, problem.widths, tunings, competing, problem.ratio)
+
+
+def _transfer(operation: str, model: str, args: argparse.Namespace) -> Subject:
+  axis_types = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=axis_types)
+  if mesh.size < 2:
+    raise SystemExit(f"{operation}: expected several devices, got {mesh.size}")
+  problem = Problem.of("sum beside", model, args.rows, args.scale)
+  tunings = {DEFAULT: tune_transfers.DEFAULTS[operation], **tune_transfers.candidates(operation)}
+  competing = tune_transfers.contest(operation, problem, tunings, mesh)
+  return Subject(operation, tune_transfers.widths(operation, problem), tunings, competing)
 
 
 def is_complete(outcome: Outcome) -> bool:
@@ -124,7 +142,7 @@ def entry_of(
     "us": round(statistics.median(outcome.seconds[choice.name]) * 1e6, 1),
     "gain": round(choice.gain, 4),
   }
-  found = {"title": subject.title, **times, **measured}
+  found = {"title": subject.contest.title, **times, **measured}
   return tuning_table.entry(subject.operation, subject.widths, tuning, found)
 
 
@@ -137,10 +155,11 @@ def _report(subject: Subject, outcome: Outcome, choice: Choice | None) -> None:
     star = " *" if choice is not None and choice.name == name else ""
     gain = medians[DEFAULT] / seconds - 1
     print(
-      f"{subject.title:36} {name:24} {seconds * 1e6:8.1f} us{ratio} {gain:+7.1%}{star}", flush=True
+      f"{subject.contest.title:36} {name:24} {seconds * 1e6:8.1f} us{ratio} {gain:+7.1%}{star}",
+      flush=True,
     )
   for name, reason in outcome.failures.items():
-    print(f"{subject.title:36} {name:24} {reason}", flush=True)
+    print(f"{subject.contest.title:36} {name:24} {reason}", flush=True)
 
 
 def _command() -> str:
