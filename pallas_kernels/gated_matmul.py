@@ -1,7 +1,11 @@
-"""The two projections into a gated expert and their product, in one kernel."""
+"""The two projections into a gated expert and their product, in one kernel.
 
+Or in one for home slots and one for replica slots, where replicas arrive beside the first.
+"""
+
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ from jax.extend import core
 
 from pallas_kernels.matmul_pipeline import Array, Tuning
 from pallas_kernels.row_matmul import Contraction, multiply_rows
+from pallas_kernels.tiles import Transfer
 
 Activation = Callable[[Array], Array]
 
@@ -23,6 +28,14 @@ _ELEMENTWISE = frozenset(
 )
 
 
+class Gated(NamedTuple):
+  """The gated product, and the projections by gate and up if they were to be kept."""
+
+  inner_CN: Array
+  gate_CN: Array | None
+  up_CN: Array | None
+
+
 def gated_matmul(
   rows_CK: Array,
   home_gate_MKN: Array,
@@ -34,7 +47,7 @@ def gated_matmul(
   *,
   keep_hidden: bool,
   tuning: Tuning | None = None,
-) -> tuple[Array, Array | None, Array | None]:
+) -> Gated:
   """``activation(rows gate) * (rows up)`` for each group of rows by the weights of its slot.
 
   Both projections are rounded to bfloat16, as if they were stored; activation and product of the
@@ -53,13 +66,93 @@ def gated_matmul(
     tuning: how the kernel is laid out.
 
   Returns:
-    ``[C, N]`` bfloat16: the product, and the projections by gate and up or None. Rows at or
-    beyond the sum of the group sizes are not written: they hold anything.
+    ``[C, N]`` bfloat16 each. Rows at or beyond the sum of the group sizes are not written: they
+    hold anything.
 
   Raises:
     NotImplementedError: an activation that the kernel cannot compute, or as ``grouped_matmul``.
     ValueError: shapes that do not fit together.
   """
+  weights = (home_gate_MKN, home_up_MKN), (replica_gate_SKN, replica_up_SKN)
+  contraction = Contraction(rows_CK, *weights)
+  return _multiply(contraction, group_size_P, activation, keep_hidden, tuning)[0]
+
+
+def gated_beside(
+  transfer: Transfer | None,
+  replicas_of: Callable[[Any], tuple[Array, Array]],
+  rows_CK: Array,
+  home_gate_MKN: Array,
+  home_up_MKN: Array,
+  group_size_P: Array,
+  activation: Activation,
+  *,
+  keep_hidden: bool,
+  tuning: Tuning | None = None,
+  replica_tuning: Tuning | None = None,
+) -> tuple[Gated, Any]:
+  """``gated_matmul`` by replica weights that a transfer brings at the same time.
+
+  The rows of home slots need none of them: the transfer rides in the kernel that multiplies
+  these. When that is over on a rank, its copies are complete, and a second kernel multiplies the
+  rows of replica slots into the same results. The results are those of ``gated_matmul`` bit for
+  bit.
+
+  No legal plan can deadlock, as the transfer alone cannot: only its blocks wait for other ranks.
+  They are the first of the first kernel, which every rank runs, also without a row, and no more
+  than it has SMs. So none waits for a block that multiplies; and of those, and of the second
+  kernel, none waits for another rank.
+
+  Args:
+    transfer: brings the replicas; it must not touch the other operands.
+    replicas_of: their ``[S, K, N]`` gate and up, from the transfer's result.
+    rows_CK: as for ``gated_matmul``.
+    home_gate_MKN: likewise.
+    home_up_MKN: likewise.
+    group_size_P: likewise.
+    activation: likewise.
+    keep_hidden: likewise.
+    tuning: of the kernel that the transfer rides in.
+    replica_tuning: of the other one.
+
+  Returns:
+    As ``gated_matmul``, and the result of the transfer.
+
+  Raises:
+    NotImplementedError: as ``gated_matmul``.
+    ValueError: likewise.
+  """
+  run = functools.partial(
+    _multiply,
+    group_size_P=group_size_P,
+    activation=activation,
+    keep_hidden=keep_hidden,
+  )
+
+  def of(gate: Array, up: Array) -> Contraction:
+    return Contraction(rows_CK, (gate, up), (gate[:0], up[:0]))
+
+  num_home, num_slots = home_gate_MKN.shape[0], group_size_P.shape[0]
+  first, transferred = run(
+    of(home_gate_MKN, home_up_MKN), tuning=tuning, slots=range(num_home), beside=transfer
+  )
+  replicas = of(*replicas_of(transferred))
+  rest = range(num_home, num_slots)
+  whole, _ = run(replicas, tuning=replica_tuning, slots=rest, into=first)
+  return whole, transferred
+
+
+def _multiply(
+  contraction: Contraction,
+  group_size_P: Array,
+  activation: Activation,
+  keep_hidden: bool,
+  tuning: Tuning | None,
+  *,
+  slots: range | None = None,
+  into: Gated | None = None,
+  beside: Transfer | None = None,
+) -> tuple[Gated, Any]:
   elementwise(activation, (64, 64))  # only whether it is
 
   def inner(gate: Any, up: Any) -> Any:
@@ -67,18 +160,19 @@ def gated_matmul(
     return (activated * up.astype(jnp.float32)).astype(jnp.bfloat16)
 
   hidden = (lambda gate, up: gate, lambda gate, up: up)
-  weights = (home_gate_MKN, home_up_MKN), (replica_gate_SKN, replica_up_SKN)
-  (inner_CN, *hidden_CN), _ = multiply_rows(
-    [Contraction(rows_CK, *weights)],
+  results, transferred = multiply_rows(
+    [contraction],
     group_size_P,
     transpose_rhs=False,
     results=[inner, *(hidden if keep_hidden else ())],
     tuning=tuning,
     kernel_name="gated_matmul",
     approx_math=True,  # of 11 bits or more: the result has 8
+    slots=slots,
+    into=jax.tree.leaves(into),
+    beside=beside,
   )
-  gate_CN, up_CN = hidden_CN or (None, None)
-  return inner_CN, gate_CN, up_CN
+  return Gated(*results, *(() if keep_hidden else (None, None))), transferred
 
 
 def elementwise(activation: Activation, shape: tuple[int, ...]) -> Activation:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tiles
+from pallas_kernels import tiles, varying
 from pallas_kernels.tiles import Transfer
 
 Array = jax.Array
@@ -341,6 +341,7 @@ def launch(
   tuning: Tuning,
   kernel_name: str,
   approx_math: bool = False,
+  into: Sequence[Array] = (),
   beside: Transfer | None = None,
 ) -> tuple[list[Array], Any]:
   """Runs a kernel of persistent blocks around a ring, and a transfer beside it.
@@ -356,6 +357,8 @@ def launch(
     tuning: of the kernel.
     kernel_name: in traces.
     approx_math: whether exp, tanh, … may be the device's approximations.
+    into: arrays of ``out_type`` to write into, in their memory if nothing else needs them: what
+      the kernel does not write stays. Not with ``beside``.
     beside: a transfer with as many workers a block as this kernel has warpgroups, which does not
       touch this kernel's operands. It runs in blocks of its own, the first ones: the device starts
       them first, so that on no rank they wait for blocks that multiply.
@@ -363,6 +366,8 @@ def launch(
   Returns:
     The results, and the transfer's.
   """
+  if into and beside is not None:
+    raise ValueError("into: expected no transfer beside")
   owners = _MULTIPLYING // tile.strips
   ride = beside or _NO_TRANSFER
   if beside is not None and (tuning.cluster > 1 or beside.tuning.workers != WARPGROUPS):
@@ -388,7 +393,7 @@ def launch(
 
   kernel = plgpu.kernel(
     both,
-    out_type=[*out_type, *ride.out_type],
+    out_type=[] if into else [*out_type, *ride.out_type],
     grid=(riding + tuning.blocks // tuning.cluster,),
     grid_names=(_BLOCK_AXIS,),
     cluster=(tuning.cluster,),
@@ -409,9 +414,16 @@ def launch(
       lowering_semantics=plgpu.LoweringSemantics.Lane,
       approx_math=approx_math,
       unsafe_no_auto_barriers=not tuning.auto_barriers,
+      skip_device_barrier=beside is None,  # reaches no other device
     ),
     kernel_name=kernel_name,
   )
+  if into:
+    # References of their own scope: those of ``jax.new_ref`` are an effect, and where
+    # ``jax.checkpoint`` runs a kernel again, it leaves out what has one.
+    write = pl.run_state(lambda outs: kernel(*operands, *outs))
+    written = write(varying.untyped(into))
+    return [varying.vary(x, varying.axes_of(y)) for x, y in zip(written, into, strict=True)], None
   results = kernel(*operands, *ride.operands)
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 

@@ -40,8 +40,8 @@ from pallas_kernels.warps import (
 
 Array = jax.Array
 
-# Rules in order: source from hot to cold or back, which rank takes, whether need is spread.
-_LARGEST, _FIT_LAST, _FIT_ANY = range(3)
+# Rules in order: sources from hot to cold or back, which rank takes, what a source gives.
+_EVEN, _WHOLE, _WHOLE_EVEN = range(3)
 
 
 class Probe(NamedTuple):
@@ -50,8 +50,8 @@ class Probe(NamedTuple):
   threshold: Array
   direction: Array  # 1 from hot to cold, -1 back
   sources: Array  # ranks above the threshold
-  closes: Array  # which pieces go to the smallest slack that suffices: the column of the rule
-  even: Array
+  fits: Array  # 1: the smallest slack that suffices takes, 0: the largest
+  kind: Array
 
 
 class _State(NamedTuple):
@@ -65,8 +65,8 @@ class _State(NamedTuple):
   need: Array  # load of the source above the threshold
   left: Array  # of the current expert
   first: Array  # 1 until a piece of the current expert has been taken
-  sent: Array
-  egress: Array
+  has_end: Array  # 1 once a source has taken a piece of the current expert
+  sends: Parts
   replicas: Array
   alive: Array  # whether the last step could change anything
 
@@ -83,6 +83,7 @@ def choose_probe(
   """The threshold and rule of each warp of a block; see ``kernel`` of ``plan_probes.py``."""
   probe = block * PROBES + divide(thread_index(), LANES)[0]
   index, rule = divide(probe, RULES)
+  columns, kind = divide(rule, 3)
   mean = ceil_div(total, problem.domain_size)
   busiest = over(warp_max, load)
   threshold = mean
@@ -104,8 +105,8 @@ def choose_probe(
     threshold=threshold,
     direction=where(rule < RULES // 2, rule * 0 + 1, -1),
     sources=over(warp_sum, [ones(part > threshold) for part in load]),
-    closes=divide(divide(rule, 2)[0], 3)[1],
-    even=rule & 1,
+    fits=columns & 1,
+    kind=kind,
   )
 
 
@@ -113,14 +114,15 @@ def run(table: Tables, probe: Probe, problem: Problem) -> Outcome:
   """Makes all steps of each warp's probe."""
   load, heat = rank_loads(table, problem)
   zero = load[0] * 0
-  none = [[zero for _ in load] for _ in range(problem.num_slots)]
+  zeros = [zero for _ in load]
+  none = [zeros for _ in range(problem.num_slots)]
   empty = [where(h >= 0, zero + problem.num_slots, 0) for h in heat]
   turn = where(probe.direction > 0, 0, jnp.maximum(probe.sources - 1, 0))
   key = turn * problem.num_home
   need = lookup(table.hot_load, turn) - probe.threshold
   left, one = lookup(table.key_load, key), zero + 1
   state = _State(
-    load, empty, none, none, turn, probe.sources, key, need, left, one, zero, zero, zero, one
+    load, empty, none, none, turn, probe.sources, key, need, left, one, zero, zeros, zero, one
   )
   step = functools.partial(_step, table, probe, heat, problem)
   state = lax.while_loop(lambda state: any_of_warp(state.alive), step, state)
@@ -135,8 +137,7 @@ def run(table: Tables, probe: Probe, problem: Problem) -> Outcome:
   return Outcome(
     busiest=over(warp_max, state.load),
     replicas=state.replicas,
-    slots=over(warp_max, filled),
-    egress=state.egress,
+    copies=over(warp_max, filled + state.sends),
     experts=experts,
     tokens=state.tokens,
   )
@@ -145,9 +146,10 @@ def run(table: Tables, probe: Probe, problem: Problem) -> Outcome:
 def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _State) -> _State:
   """Moves one piece, or goes on to the next expert or source if it cannot.
 
-  The piece is ``min(max(need, floor), left)``. A need spread evenly over the empty slots is no
-  more than the need itself, so the piece is known without the division, and whether it reaches
-  the spread need, ``tokens >= ceil(need / slots)``, is asked as ``tokens * slots >= need``.
+  The piece is ``left`` or ``min(max(need, floor), left)``. A need spread evenly over the empty
+  slots is no more than the need itself, so the piece is known without the division, and whether
+  it reaches the spread need, ``tokens >= ceil(need / slots)``, is asked as
+  ``tokens * slots >= need``.
   """
   home, threshold = problem.num_home, probe.threshold
   need, left = state.need, state.left
@@ -170,9 +172,9 @@ def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _St
   # With no slack anywhere nothing will ever move again.
   active = (state.turns > 0) & (most > 0)
   piece = jnp.minimum(jnp.maximum(need, min(problem.min_tokens, INT32_MAX)), left)
+  piece = where(probe.kind == _EVEN, piece, left)
   least_fit = over(warp_min, [where(s >= piece, s, INT32_MAX) for s in slack])
-  closing = (probe.closes == _FIT_ANY) | ((probe.closes == _FIT_LAST) & (left >= need))
-  wanted = where(closing & (most >= piece), least_fit, most)
+  wanted = where((probe.fits > 0) & (most >= piece), least_fit, most)
   ranks = ranks_of(problem)
   taker = over(
     warp_min,
@@ -180,7 +182,7 @@ def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _St
   )
   tokens = jnp.minimum(piece, most)
   moves = active & (tokens >= min(problem.min_tokens, INT32_MAX))
-  moves &= (probe.even == 0) | _product_reaches(tokens, slots, need)
+  moves &= (probe.kind == _WHOLE) | _product_reaches(tokens, slots, need)
   tokens = where(moves, tokens, 0)
 
   last_place = divide(state.key, home)[1] == home - 1
@@ -190,9 +192,17 @@ def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _St
   source_done = (tokens >= need) | (~moves & first) | (expert_done & last_place)
   source_done, expert_done = active & source_done, active & (expert_done | source_done)
 
-  counts = moves if problem.count_copies else moves & first
-  sent = state.sent + ones(counts)
   takes = [(rank == taker) & moves for rank in ranks]
+  counts = ones(moves if problem.count_copies else moves & first)
+  sends = [
+    s + where(place == state.turn, counts, 0) for s, place in zip(state.sends, heat, strict=True)
+  ]
+  has_end = state.has_end
+  if not problem.count_copies:
+    # A source holds the end of an expert's chain, or has to forward its copy.
+    by_source = [ones(take & (s > 0)) for take, s in zip(takes, state.sends, strict=True)]
+    sends = [s + where(has_end > 0, by, 0) for s, by in zip(sends, by_source, strict=True)]
+    has_end = where(expert_done, 0, jnp.maximum(has_end, over(warp_max, by_source)))
   keys = [list(parts) for parts in state.keys]
   all_tokens = [list(parts) for parts in state.tokens]
   for part, take in enumerate(takes):
@@ -214,8 +224,8 @@ def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _St
     need=where(source_done, next_need, need - tokens),
     left=where(source_done, first_left, where(expert_done, next_left, left - tokens)),
     first=where(expert_done, 1, where(moves, 0, state.first)),
-    sent=where(source_done, 0, sent),
-    egress=jnp.maximum(state.egress, sent),
+    has_end=has_end,
+    sends=sends,
     replicas=state.replicas + ones(moves),
     alive=ones(active),
   )

@@ -34,7 +34,7 @@ from pallas_kernels.warps import (
 Array = jax.Array
 
 BLOCK_AXIS, DOMAIN_AXIS = "plan_block", "plan_domain"
-VALUE, REPLICAS, BUSIEST, WARP = range(4)  # what a block reports of its best candidate
+VALUE, REPLICAS, COPIES, BUSIEST, WARP = range(5)  # what a block reports of its best candidate
 
 
 def kernel(
@@ -54,7 +54,7 @@ def kernel(
     steps_ref: the steps, int32.
     cost_ref: ``[3]`` int32, rows: of a copy, of a round's capacity, of a further round.
     total_ref: ``[N * padded(R * M)]``, the loads of experts.
-    report_ref: ``[N * blocks * 128]``; of each block's 128 the first four are used.
+    report_ref: ``[N * blocks * 128]``; of each block's 128 the first five are used.
     slots_ref: ``[N * blocks * fields * 128]``, per slot and part the experts, then the tokens.
     tables: ``Tables``.
     problem: the rest.
@@ -74,7 +74,7 @@ def kernel(
   def report(outcome: Outcome, goal: Array) -> None:
     value = jnp.maximum(outcome.busiest, goal)
     if problem.by_time:
-      value = _time(value, outcome, cost_ref)
+      value = _time(value, outcome.copies, cost_ref)
     index = domain * problem.blocks + block
     _report(value, outcome, table.best, report_ref, slots_ref, index, problem)
 
@@ -119,12 +119,12 @@ def _saturating_add(left: Array, right: Array) -> Array:
   return left + jnp.minimum(right, INT32_MAX - left)
 
 
-def _time(busiest: Array, outcome: Outcome, cost_ref: Any) -> Array:
+def _time(busiest: Array, copies: Array, cost_ref: Any) -> Array:
   """Rows of matmul that take as long as the placement does, saturating."""
   copy_rows, capacity, round_rows = (lookup(cost_ref, busiest * 0 + i) for i in range(3))
-  copies = _saturating_mul(jnp.maximum(outcome.slots, outcome.egress), copy_rows)
+  transfer = _saturating_mul(copies, copy_rows)
   extra = jnp.maximum(ceil_div(busiest, jnp.maximum(capacity, 1)) - 1, 0)
-  return _saturating_add(_saturating_add(busiest, copies), _saturating_mul(extra, round_rows))
+  return _saturating_add(_saturating_add(busiest, transfer), _saturating_mul(extra, round_rows))
 
 
 def before(left: Sequence[Array], right: Sequence[Array]) -> Array:
@@ -147,14 +147,16 @@ def _report(
 ) -> None:
   """Writes the first best of the block's warps, and the placements of all."""
   thread = thread_index()
-  for place, key in enumerate((value, outcome.replicas, outcome.busiest)):
+  own = (value, outcome.replicas, outcome.copies, outcome.busiest)
+  for place, key in enumerate(own):
     best_ref[pl.ds(place * THREADS, THREADS)] = key
   best: list[Array] = []
   for warp in range(PROBES):
-    keys = [lookup(best_ref, thread * 0 + place * THREADS + warp * LANES) for place in range(3)]
+    first = thread * 0 + warp * LANES
+    keys = [lookup(best_ref, first + place * THREADS) for place in range(len(own))]
     keys.append(thread * 0 + warp)
     if warp:
-      wins = before(keys[:3], best[:3])
+      wins = before(keys[:-1], best[:-1])
       keys = [where(wins, new, old) for new, old in zip(keys, best, strict=True)]
     best = keys
   line = thread * 0

@@ -16,9 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import plan_probes, plan_tree
+from pallas_kernels.plan_members import Vectors
 from pallas_kernels.plan_probes import (
   BLOCK_AXIS,
   BUSIEST,
+  COPIES,
   DOMAIN_AXIS,
   REPLICAS,
   VALUE,
@@ -26,7 +28,6 @@ from pallas_kernels.plan_probes import (
   before,
 )
 from pallas_kernels.plan_tables import PROBES, Problem, Tables
-from pallas_kernels.plan_tree import Vectors
 from pallas_kernels.warps import (
   INT32_MAX,
   LANES,
@@ -48,6 +49,7 @@ Array = jax.Array
 _MOST_SLOTS = 64  # S * parts: two registers each
 _MOST_CONSTRUCTED = 32  # home experts that the exact construction sorts in registers
 _SHARED_BYTES = 224 * 1024
+_NO_COST = (0, 2, 1)  # unread; XLA fills equal or counted numbers by a kernel of their own
 _PIECES = 4  # of 128 quotas that a block of the second kernel writes
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
@@ -106,7 +108,7 @@ def plan_quota(
     steps=tuple(steps),
   )
   _check_size(problem)
-  load, cost_3 = load_GE.reshape(-1), jnp.zeros(3, jnp.int32) if cost is None else cost
+  load, cost_3 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
   load = _vary_too(load, cost_3)
   domains, experts = problem.num_domains, padded(problem.domain_experts)
   typed = jax.typeof(load)
@@ -250,13 +252,14 @@ def _choose(report_ref: Any, best_ref: Any, problem: Problem) -> None:
   thread = thread_index()
   lane = thread & (LANES - 1)
   choice = thread * 0
+  fields = (VALUE, REPLICAS, COPIES, BUSIEST)
 
   def choose(domain: Array, choice: Array) -> Array:
     best: list[Array] = []
     for first in range(0, problem.blocks, LANES):
       block = lane + first
       line = (domain * problem.blocks + jnp.minimum(block, problem.blocks - 1)) * THREADS
-      keys = [lookup(report_ref, line + field) for field in (VALUE, REPLICAS, BUSIEST)]
+      keys = [lookup(report_ref, line + field) for field in fields]
       keys = [where(block < problem.blocks, key, INT32_MAX) for key in keys]
       keys.append(block * PROBES + lookup(report_ref, line + WARP))
       if best:

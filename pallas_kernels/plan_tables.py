@@ -100,12 +100,12 @@ class Tables(NamedTuple):
   place: Any  # [R * M], of an expert among those of its rank
   key_load: Any  # [R * M], in heat order
   key_expert: Any  # [R * M], which expert of all
-  best: Any  # [3 * 128], what the warps tell each other
+  best: Any  # [4 * 128], what the warps tell each other
 
   @staticmethod
   def sizes(problem: Problem) -> "Tables":
     ranks, experts = padded(problem.domain_size), padded(problem.domain_experts)
-    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, experts, 3 * THREADS)
+    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, experts, 4 * THREADS)
 
 
 class Outcome(NamedTuple):
@@ -113,8 +113,7 @@ class Outcome(NamedTuple):
 
   busiest: Array
   replicas: Array
-  slots: Array
-  egress: Array
+  copies: Array  # the most that a rank sends or receives
   experts: list[Parts]  # per slot, -1 if empty
   tokens: list[Parts]
 

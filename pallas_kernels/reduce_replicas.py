@@ -125,13 +125,12 @@ def reduction(
       )
     ],
     scratch_types=[
-      plgpu.SMEM((tuning.workers, work.size), jnp.int32),
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_others)),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
     ],
-    buffers=[buffer, buffer],
+    buffers=[plgpu.SMEM((tuning.workers, work.size), jnp.int32), buffer, buffer],
     body=functools.partial(
       _kernel,
       tiles=tiles,
@@ -219,7 +218,7 @@ def _kernel(
   work_ref, *refs = operand_refs
   replica_refs, sum_refs = refs[:num_arrays], refs[num_arrays:]
   (inbox_ref,) = result_refs
-  work_buffer, own_loaded, sent_loaded, arrived, acknowledged, own_buffer, sent_buffer = (
+  own_loaded, sent_loaded, arrived, acknowledged, work_buffer, own_buffer, sent_buffer = (
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
   num_workers, worker = tuning.blocks * tuning.workers, tiling.worker_index(tuning)

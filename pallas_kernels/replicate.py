@@ -98,11 +98,13 @@ def replication(
     operands=[work, *rows],
     out_type=[jax.typeof(row).update(shape=(num_slots, row.shape[1])) for row in rows],
     scratch_types=[
-      plgpu.SMEM((tuning.workers, work.size), jnp.int32),
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
     ],
-    buffers=tiling.buffers(tiles, tuning),
+    buffers=[
+      plgpu.SMEM((tuning.workers, work.size), jnp.int32),
+      *tiling.buffers(tiles, tuning),
+    ],
     body=functools.partial(
       _kernel,
       tiles=tiles,
@@ -176,7 +178,8 @@ def _kernel(
   tuning: Tuning,
 ) -> None:
   work_ref, *home_refs = operand_refs
-  all_works, all_loaded, all_landed = scratch_refs
+  all_loaded, all_landed = scratch_refs
+  all_works, *buffer_refs = buffer_refs
   worker = lax.axis_index(tiling.WORKER_AXIS)
   loaded, landed = all_loaded.at[worker], all_landed.at[worker]
 

@@ -49,19 +49,23 @@ def multiply_rows(
   tuning: Tuning | None,
   kernel_name: str,
   approx_math: bool = False,
+  slots: range | None = None,
+  into: Sequence[Array] = (),
   beside: Transfer | None = None,
 ) -> tuple[list[Array], Any]:
   """Multiplies and sums contractions, tile by tile.
 
   Args:
     contractions: of the same C, slots, N and number of weights.
-    group_size_P: ``[M + S]`` int32.
+    group_size_P: ``[P]`` int32.
     transpose_rhs: the weights are ``[…, N, K]``.
     results: each elementwise from the rounded sums, as many as a contraction has weights, to a
       result, all bfloat16.
     tuning: of the kernel; ``None``: the default, which makes room for what runs beside it.
     kernel_name: in traces.
     approx_math: whether ``results`` may use the device's approximations of exp, tanh, ….
+    slots: whose weights these are, M + S of the P; ``None``: all. Rows of others are not written.
+    into: the results of other slots: these are added to them, in their memory.
     beside: a transfer to run beside the matmul.
 
   Returns:
@@ -72,7 +76,8 @@ def multiply_rows(
     NotImplementedError: shapes or dtypes that the kernel does not know.
     ValueError: shapes that do not fit together.
   """
-  capacity, cols, num_home = _check(contractions, group_size_P, transpose_rhs)
+  slots = range(group_size_P.shape[0]) if slots is None else slots
+  capacity, cols, num_home = _check(contractions, group_size_P, slots, transpose_rhs)
   weights = len(contractions[0].home)
   tuning = tuning or pipeline.make_room(beside is not None)
   tile = pipeline.choose_tile(256, cols, weights, tuning)
@@ -102,6 +107,10 @@ def multiply_rows(
       *(pipeline.smem(stages, *stage) for _ in range(weights)),
     ]
 
+  out_type = [jax.typeof(contractions[0].rows_CK).update(shape=(capacity, cols))] * len(results)
+  for x, expected in zip(into, out_type, strict=bool(into)):
+    pipeline.expect_shape("into", x, expected.shape)
+    pipeline.expect_bfloat16(into=x)
   return pipeline.launch(
     functools.partial(
       _body,
@@ -113,21 +122,22 @@ def multiply_rows(
       tile=tile,
       tuning=tuning,
     ),
-    row_tiles(capacity, group_size_P, tile.rows),
+    row_tiles(capacity, group_size_P, tile.rows, slots),
     *flat_operands,
-    out_type=[jax.typeof(contractions[0].rows_CK).update(shape=(capacity, cols))] * len(results),
+    out_type=out_type,
     shared=[view(False), view(True)],
     loads=1 + weights,
     tile=tile,
     tuning=tuning,
     kernel_name=kernel_name,
     approx_math=approx_math,
+    into=into,
     beside=beside,
   )
 
 
 def _check(
-  contractions: Sequence[Contraction], group_size_P: Array, transpose_rhs: bool
+  contractions: Sequence[Contraction], group_size_P: Array, slots: range, transpose_rhs: bool
 ) -> tuple[int, int, int]:
   """C, N and M of contractions that fit together."""
   first = contractions[0]
@@ -144,14 +154,18 @@ def _check(
       pipeline.expect_shape("replica_SKN", replica, (num_replica, *weights))
       pipeline.expect_bfloat16(home_MKN=home, replica_SKN=replica)
     pipeline.expect_multiple("K", depth, DEPTH)
-  pipeline.expect_shape("group_size_P", group_size_P, (num_home + num_replica,))
+  all_slots, count = range(group_size_P.shape[0]), num_home + num_replica
+  if slots == all_slots:
+    pipeline.expect_shape("group_size_P", group_size_P, (count,))
+  elif len(slots) != count or slots != all_slots[slots.start : slots.stop]:
+    raise ValueError(f"slots: expected {count} of {all_slots}, got {slots}")
   pipeline.expect_multiple("N", cols, 128)
   pipeline.expect_capacity(capacity)
   return capacity, cols, num_home
 
 
-def row_tiles(capacity: int, group_size_P: Array, tile_rows: int) -> Array:
-  """What each tile of rows computes.
+def row_tiles(capacity: int, group_size_P: Array, tile_rows: int, slots: range) -> Array:
+  """What each tile of rows of some slots computes.
 
   Tiles begin where their group begins. What is left at the group's end is a tile of as many rows
   as it needs, rounded up to ``_UNIT``, that ends with the group, so that none crosses a border:
@@ -159,10 +173,12 @@ def row_tiles(capacity: int, group_size_P: Array, tile_rows: int) -> Array:
   a tile that is stored in part. These tiles come last, so that blocks finish together.
 
   Returns:
-    ``[4, T]`` int32: slot, first row, rows to store, and in the last line the number of tiles.
+    ``[4, T]`` int32: slot, counted from the first of these; first row, rows to store, and in the
+    last line the number of tiles.
   """
-  num_slots = group_size_P.shape[0]
-  start_P = pipeline.sum_before(group_size_P)
+  num_slots = len(slots)
+  start_P = pipeline.sum_before(group_size_P)[slots.start : slots.stop]
+  group_size_P = group_size_P[slots.start : slots.stop]
   end_P = start_P + group_size_P
   left_P = group_size_P % tile_rows
   # A whole tile moved up is as good as one of the same size at the end.

@@ -181,8 +181,8 @@ class Transfer:
   Attributes:
     operands: arrays and mutable references.
     out_type: of the results.
-    scratch_types: barriers, semaphores and small shared memory.
-    buffers: shared memory that it may share with what runs in other blocks.
+    scratch_types: barriers and semaphores.
+    buffers: shared memory; blocks that run something else use theirs for that.
     body: called with references to operands, results, scratch and buffers.
     finish: from the kernel's results to what the caller wants.
     tuning: its blocks and workers.

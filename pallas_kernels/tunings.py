@@ -39,10 +39,12 @@ _TRANSFER = Operation(tiles.Tuning, ("expert bytes",))
 OPERATIONS: Mapping[str, Operation] = {
   "forward": _MATMUL,
   "gated": _MATMUL,  # and keeps the projections
+  "gated beside": _MATMUL,  # a transfer, the rows of home slots alone
   "gated only": _MATMUL,
+  "gated only beside": _MATMUL,
   "dgrad": _MATMUL,
   "sum": _MATMUL,  # contracted: both together
-  "sum beside": _MATMUL,  # a transfer
+  "sum beside": _MATMUL,
   "wgrad": _WGRAD,
   "wgrad beside": _WGRAD,
   "dispatch": _EXCHANGE,

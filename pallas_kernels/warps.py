@@ -3,7 +3,8 @@
 A kernel of one warpgroup that computes on arrays of shape ``[128]`` with ``LAYOUT`` is a program
 for 128 threads: arithmetic is each thread's own. Pallas has no operation for what a warp does
 together, nor for a load at an index per thread; those are here, as inlined Mosaic GPU code. Each
-carries a ``twin``, the same function of whole arrays, by which the tests interpret it.
+carries a ``twin``, the same function of whole arrays, by which the tests interpret it, or says how
+it ``writes`` to a vector.
 
 Warps may leave a loop at different times: a loop on ``any_of_warp`` must have a body that changes
 nothing once the condition is false, and no store or barrier, since those join all four warps.
@@ -88,8 +89,7 @@ def any_of_warp(x: Array) -> Array:
     del ctx
     i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
     zero, mask = arith.constant(i32, 0), arith.constant(i32, _ALL_LANES)
-    (own,) = _values(x)
-    own = arith.cmpi(arith.CmpIPredicate.ne, own, zero)
+    own = arith.cmpi(arith.CmpIPredicate.ne, element(x), zero)
     voted = nvvm.vote_sync(mask, own, nvvm.VoteSyncKind.any, results=[i1])
     return mgpu.FragmentedArray.splat(voted, shape=(), is_signed=False)
 
@@ -105,10 +105,12 @@ def _map(x: mgpu.FragmentedArray, function: Callable[[ir.Value], ir.Value]) -> m
   return result
 
 
-def _values(x: mgpu.FragmentedArray) -> list[ir.Value]:
+def element(x: mgpu.FragmentedArray) -> ir.Value:
+  """A thread's own element of an array, for inlined code."""
   values: list[ir.Value] = []
   x.foreach(lambda value, _: values.append(value))
-  return values
+  (value,) = values
+  return value
 
 
 def lookup(table_ref: Any, index: Array) -> Array:
@@ -136,14 +138,14 @@ def store(table_ref: Any, index: Array, value: Array, mask: Array) -> None:
 
   def store_one(ctx: Any, table: ir.Value, *args: mgpu.FragmentedArray) -> None:
     del ctx
-    index, value, mask = (_values(x)[0] for x in args)
+    index, value, mask = map(element, args)
     zero = arith.constant(ir.IntegerType.get_signless(32), 0)
     chosen = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, mask, zero))
     with ir.InsertionPoint(chosen.then_block):
       memref.store(value, table, [arith.index_cast(ir.IndexType.get(), index)])
       scf.yield_([])
 
-  store_one.twin = None  # the interpreter knows stores
+  store_one.writes = "store"  # the interpreter knows it
   plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))(store_one)(
     table_ref, index, value, mask
   )

@@ -11,6 +11,7 @@ as many as cores): fewer than warpgroups at work, and they may all wait for a th
 import collections
 import contextlib
 import functools
+import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -174,7 +175,7 @@ def _patch_semaphores() -> None:
 
   def semaphore_or_custom(self: Any, eqn: Any, token: Any, values: Any) -> Any:
     function = eqn.params.get("mgpu_fn")
-    if hasattr(function, "twin"):
+    if hasattr(function, "twin") or hasattr(function, "writes"):
       return _call_twin(self, eqn, token, values)
     if "is" not in eqn.params:
       return custom(self, eqn, token, values)
@@ -199,14 +200,15 @@ def _patch_semaphores() -> None:
 def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
   """Code that brings the same function of whole arrays; a reference is read whole.
 
-  With ``twin = None`` it stores values at indices where a mask is not 0.
+  Code that ``writes`` updates a vector instead, at indices where a mask is not 0.
   """
   args = values()[: eqn.params["pytree_args"].num_leaves]
-  twin = eqn.params["mgpu_fn"].twin
+  function = eqn.params["mgpu_fn"]
+  twin, writes = getattr(function, "twin", None), getattr(function, "writes", None)
   for place, var in enumerate(eqn.invars[: len(args)]):
     if hasattr(var.aval, "inner_aval"):
       args[place], transforms = jaxpr_interpret.resolve_ref(var.aval, args[place], ())
-      if twin is not None:
+      if writes is None:
         token, args[place] = gpu_callbacks.call_get(
           token=token,
           result_shape_and_dtype=var.aval.inner_aval,
@@ -216,19 +218,23 @@ def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
           transforms=transforms,
           source_info=eqn.source_info,
         )
-  if twin is None:
+  if writes is not None:
     shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
-    return callback.io_callback(_store_at, shape, token, *args), []
-  return token, [twin(*args)]
+    return callback.io_callback(functools.partial(_write_at, writes), shape, token, *args), []
+  assert twin is not None
+  return token, [twin(*args)] if eqn.outvars else []
+
+
+_UPDATES = {"add": np.add.at, "min": np.minimum.at, "max": np.maximum.at, "store": operator.setitem}
 
 
 @gpu_callbacks.fail_on_exception
-def _store_at(token: Any, key: Any, index: Any, value: Any, mask: Any) -> Any:
+def _write_at(kind: str, token: Any, key: Any, index: Any, value: Any, mask: Any) -> Any:
   shared = gpu_callbacks._get_shared_memory()
   content = shared.mem[gpu_callbacks.HostAllocationKey.from_array(key)].content
   chosen = np.asarray(mask) != 0
   with shared.lock:
-    content[np.asarray(index)[chosen]] = np.asarray(value)[chosen]
+    _UPDATES[kind](content, np.asarray(index)[chosen], np.asarray(value)[chosen])
   return token
 
 

@@ -182,7 +182,7 @@ def test_all_parts_on_portable_operations(capsys, monkeypatch):
     monkeypatch.setattr(stress_layer, name, functools.cache(getattr(stress_layer, name)))
   devices = jax.devices()[:4]
   monkeypatch.setattr(jax, "devices", lambda: devices)
-  assert stress.main(["--portable", "--scale", "64", "--repetitions", "4"]) == 0
+  assert stress.main(["--implementation", "portable", "--scale", "64", "--repetitions", "4"]) == 0
   text = capsys.readouterr().out
   assert [line for line in text.splitlines() if line.endswith("begins")] == [
     f"{part}: begins" for part in stress.PARTS
@@ -194,7 +194,7 @@ def test_wrong_elements_are_an_error(capsys, monkeypatch):
   devices = jax.devices()[:4]
   monkeypatch.setattr(jax, "devices", lambda: devices)
   monkeypatch.setattr(stress.stress_operations, "PORTABLE", (planted("combine"),))
-  arguments = ["--portable", "--parts", "replicate", "combine", "--scale", "64"]
-  assert stress.main([*arguments, "--repetitions", "2"]) == 1
+  arguments = "--implementation portable --parts replicate combine --scale 64 --repetitions 2"
+  assert stress.main(arguments.split()) == 1
   text = capsys.readouterr().out
   assert "replicate: correct" in text and "\nWRONG: combine: 4 wrong elements in 2 of 2" in text

@@ -126,9 +126,10 @@ def test_expert_backward_is_the_gradient(activation):
     return jnp.sum(gate[:, None] * jnp.einsum("cf,cfd->cd", inner, gathered.wo) * grad[:used])
 
   expected = jax.grad(plain, argnums=(0, 1, 2))(rows[:used], gate[:used], weights)
-  _, hidden = experts.expert_forward(rows, home, replica, sizes, activation)
   replicas = Replicas(replica)
-  got = experts.expert_backward(grad, gate, rows, hidden, home, replicas, sizes, activation)
+  out = experts.expert_forward(rows, home, replicas, sizes, activation)
+  assert out.hidden is not None
+  got = experts.expert_backward(grad, gate, rows, out.hidden, home, replicas, sizes, activation)
   chex.assert_trees_all_equal(got.copies, replica)
   got = (got.rows_CD[:used], got.gate_C[:used], got.home)
   chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)

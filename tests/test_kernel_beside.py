@@ -9,6 +9,7 @@ from grouped_rows import interpreted
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import matmul_pipeline
+from pallas_kernels.gated_matmul import gated_beside, gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul_sum, sum_beside
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad, wgrad_beside
 from pallas_kernels.reduce_replicas import reduction
@@ -23,6 +24,20 @@ PARENT = jnp.array([[-1], [0]], jnp.int32)
 def wgrad_and_copies(tuning, plan, rows, grad, sizes, weights):
   copying = replication([weights], *plan, axis_name="expert", tuning=tuning)
   return wgrad_beside(copying, rows, grad, sizes, weights.shape[0])
+
+
+def gated_by_copies(tuning, plan, rows, gate, up, sizes):
+  copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
+  return gated_beside(
+    copying,
+    tuple,
+    rows,
+    gate,
+    up,
+    sizes,
+    jax.nn.silu,
+    keep_hidden=False,
+  )
 
 
 def sum_and_reduction(tuning, plan, rows, grads, homes, replicas, sizes):
@@ -72,6 +87,33 @@ def test_copies_arrive_beside_the_weight_gradient(few_blocks):
 
 
 @pytest.mark.slow
+def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
+  rng = np.random.default_rng(0)
+  rows = normal(rng, RANKS * 256, 64)
+  gate, up = normal(rng, RANKS * HOME, 64, 128), normal(rng, RANKS * HOME, 64, 128)
+  sizes = jnp.array([256, 0, 64, 128], jnp.int32)  # no row is stored twice
+  tuning = Tuning(blocks=1, workers=3, tile_bytes=1024)
+  with interpreted(races=True):
+    run = on_ranks(gated_by_copies, tuning, (REPLICA, PARENT))
+    (inner, _, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
+  np.testing.assert_array_equal(copies[0][1], gate[0])
+  np.testing.assert_array_equal(copies[1][1], up[0])
+  for rank in range(RANKS):
+    part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
+    used = int(sizes[2 * rank : 2 * rank + 2].sum())
+    with interpreted():
+      alone = gated_matmul(
+        rows[part],
+        *(gate[mine], up[mine], gate[:1], up[:1]),
+        sizes[2 * rank : 2 * rank + 2],
+        jax.nn.silu,
+        keep_hidden=False,
+      )
+      alone = jax.block_until_ready(alone.inner_CN)
+    np.testing.assert_array_equal(inner[part][:used], alone[:used])
+
+
+@pytest.mark.slow
 def test_gradients_go_home_beside_the_last_matmul(few_blocks):
   rng = np.random.default_rng(0)
   rows = [normal(rng, RANKS * 256, 64) for _ in range(2)]
@@ -99,31 +141,41 @@ def test_gradients_go_home_beside_the_last_matmul(few_blocks):
     np.testing.assert_array_equal(np.asarray(out[part], np.float32)[:used], alone[:used])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_lowers_for_gpus(check_vma):
-  """At the layer's sizes and tunings; the reduction works in place."""
-  capacity, width, inner, home, slots, ranks = 69632, 4096, 1536, 16, 2, 4
+@pytest.mark.parametrize(("slots", "check_vma"), [(2, True), (2, False), (16, True)])
+def test_lowers_for_gpus(slots, check_vma):
+  """At the layer's sizes and tunings; the reduction works in place.
+
+  Work lists grow with the slots, and must fit beside what the matmuls keep in shared memory.
+  """
+  capacity, width, inner, home, ranks = 69632, 4096, 1536, 16, 4
 
   def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct((ranks * sizes[0], *sizes[1:]), dtype)
 
   plan = (jnp.full((ranks, slots), -1, jnp.int32),) * 2
-  sizes = shape(home + slots, dtype=jnp.int32)
-  copying = on_ranks(wgrad_and_copies, Tuning(12, 3, 16384), plan, ranks, check_vma).trace(
-    shape(capacity, inner), shape(capacity, width), sizes, shape(home, width, inner)
-  )
-  gradients = [shape(n, width, inner, dtype=jnp.float32) for n in (home, slots)]
-  reducing = on_ranks(sum_and_reduction, Tuning(16, 3, 32768), plan, ranks, check_vma).trace(
+
+  def lower(function, tuning, *args):
+    traced = on_ranks(function, tuning, plan, ranks, check_vma).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+  sizes, up = shape(home + slots, dtype=jnp.int32), shape(home, width, inner)
+  copying, reducing = Tuning(12, 3, 16384), Tuning(16, 3, 32768)
+  rows = shape(capacity, width)
+  wgrad = lower(wgrad_and_copies, copying, shape(capacity, inner), rows, sizes, up)
+  total = lower(
+    sum_and_reduction,
+    reducing,
     [shape(capacity, inner)] * 2,
-    gradients,
-    [shape(home, width, inner)] * 2,
+    [shape(n, width, inner, dtype=jnp.float32) for n in (home, slots)],
+    [up] * 2,
     [shape(slots, width, inner)] * 2,
     sizes,
   )
-  for traced in (copying, reducing):
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
-  assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
+  gated = lower(gated_by_copies, copying, rows, up, up, sizes)
+  for text, kernels in ((wgrad, 1), (total, 1), (gated, 2)):
+    assert text.count("custom_call @mosaic_gpu") == kernels
+  for text in (total, gated):
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
 
 
 def test_workers_must_be_the_warpgroups_of_the_matmul():

@@ -22,7 +22,7 @@ from grouped_rows import (
   used_rows,
 )
 
-from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.gated_matmul import gated_beside, gated_matmul
 from pallas_kernels.matmul_pipeline import Tuning
 
 CAPTURED = np.ones((64, 64), np.float32)
@@ -122,10 +122,77 @@ def test_inner_is_the_same_without_hidden():
   np.testing.assert_array_equal(one[: sum(sizes)], other[: sum(sizes)])
 
 
+def split(rows, home_gate, home_up, replica_gate, replica_up, sizes, tuning=None, **kwargs):
+  """As ``gated_matmul``, with replicas that come from no transfer."""
+  homes, replicas = (home_gate, home_up), (replica_gate, replica_up)
+  kwargs |= {"tuning": tuning, "replica_tuning": tuning}
+  return gated_beside(None, lambda _: replicas, rows, *homes, sizes, **kwargs)[0]
+
+
+# Of two home and two replica slots: a border inside a tile, replicas without rows, homes without.
+SPLITS = [[0, 77, 0, 50], [150, 70, 1, 300], [300, 340, 0, 0], [0, 0, 640, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_hidden", [False, True])
+def test_home_and_replica_slots_apart_give_the_same_bits(keep_hidden):
+  rng = np.random.default_rng(0)
+  weights = [normal(rng, 2, 64, 128) for _ in range(4)]
+  options = {"activation": jax.nn.silu, "keep_hidden": keep_hidden, "tuning": TOGETHER}
+  whole, apart = (jax.jit(functools.partial(f, **options)) for f in (gated_matmul, split))
+  for sizes in SPLITS:
+    arguments = used_rows(rng, sizes, 64), *weights, jnp.array(sizes)
+    with interpreted():
+      results = jax.block_until_ready((whole(*arguments), apart(*arguments)))
+    expected, got = (jax.tree.leaves(x) for x in results)
+    assert len(expected) == (3 if keep_hidden else 1)
+    for x, y in zip(expected, got, strict=True):
+      np.testing.assert_array_equal(x[: sum(sizes)], y[: sum(sizes)])
+
+
+def test_replica_slots_are_written_in_place():
+  f = functools.partial(split, activation=jax.nn.silu, keep_hidden=True)
+  weights = [shape(16, 256, 512)] * 2 + [shape(2, 256, 512)] * 2
+  text = lower(f, shape(4096, 256), *weights, shape(18, dtype=jnp.int32))
+  home, replica = (x for x in text.splitlines() if "custom_call @mosaic_gpu" in x)
+  name = home.split(":")[0].strip()
+  assert replica.count("#stablehlo.output_operand_alias<") == 3
+  assert all(f"{name}#{i}" in replica for i in range(3))  # as they are: nothing copies them
+
+
+def test_both_kernels_run_again_under_checkpoint():
+  """An effect, as that of a mutable reference, would not: gradients would be wrong."""
+
+  @jax.custom_vjp
+  def gate(rows, *operands):
+    return forward(rows, *operands)[0]
+
+  def forward(rows, *operands):
+    kept = split(rows, *operands, activation=jax.nn.silu, keep_hidden=True)
+    return kept.inner_CN, kept.gate_CN
+
+  gate.defvjp(forward, lambda gate_CN, grad: (gate_CN[:, :256] * grad[:, :256], *[None] * 5))
+
+  def gradient(rows, *operands):
+    wrapped = jax.checkpoint(jax.jit(gate))
+    return jax.grad(lambda rows: jnp.sum(wrapped(rows, *operands).astype(jnp.float32)))(rows)
+
+  shapes = [shape(2, 256, 256)] * 2 + [shape(1, 256, 256)] * 2
+  text = lower(gradient, shape(512, 256), *shapes, shape(3, dtype=jnp.int32))
+  assert text.count("custom_call @mosaic_gpu") == 2
+
+
 @pytest.mark.parametrize("tuning", [TOGETHER, DEFERRED, IN_TURNS])
 def test_gated_has_no_race(tuning):
   with interpreted(races=True):
     check(WHOLE, tuning, keep_hidden=True, num_home=3, activation=jax.nn.silu)
+
+
+def test_refuses_slots_without_weights():
+  weights = [jnp.zeros((2, 64, 128), jnp.bfloat16)] * 2
+  arguments = jnp.zeros((256, 64), jnp.bfloat16), *weights, jnp.zeros(5, jnp.int32), jax.nn.silu
+  with pytest.raises(ValueError, match=r"slots: expected 2 of range\(0, 5\), got range\(2, 5\)"):
+    jax.eval_shape(lambda: gated_beside(None, lambda _: weights, *arguments, keep_hidden=False))
 
 
 def test_refuses_weights_that_do_not_fit_together():

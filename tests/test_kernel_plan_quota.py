@@ -27,6 +27,7 @@ CONFIGS = {
   "domains": (8, 24, 2, {"domain_size": 4, "objective": "time", "target": 1.25}),
   "exact": (4, 12, 4, {}),
   "exact by time": (4, 8, 2, {"objective": "time", "transfer": "direct"}),
+  "exact by time, relayed": (5, 10, 2, {"objective": "time"}),
 }
 
 

@@ -1,6 +1,7 @@
 """The layer on GPU kernels: interpreted against the dense layer, and lowered for GPUs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,43 @@ SHAPES = {
 }
 
 
+def model_arguments(name, mesh):
+  """Shapes of a layer of 64 experts: tokens, choices, gates and weights."""
+  tokens, width, inner = SHAPES[name]
+  total = tokens * mesh.size
+
+  def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+  up, down = shape(64, width, inner), shape(64, inner, width)
+  index, gate = shape(total, 8, dtype=jnp.int32), shape(total, 8, dtype=jnp.float32)
+  return shape(total, width), index, gate, uep.ExpertWeights(up, up, down)
+
+
+def kernels_of(jaxpr):
+  """The names of all kernels of a program."""
+  names = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "mpmd_map":
+      names.append(eqn.params["name"])
+      continue
+    for leaf in jax.tree.leaves(list(eqn.params.values())):
+      inner = getattr(leaf, "jaxpr", leaf)
+      names += kernels_of(inner) if hasattr(inner, "eqns") else []
+  return names
+
+
+def gradients(apply):
+  def loss(x, gate, weights, index):
+    y, stats = apply(x, index, gate, weights)
+    return jnp.sum(y.astype(jnp.float32)), stats
+
+  def grads(x, index, gate, weights):
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights, index)
+
+  return jax.jit(grads)
+
+
 @pytest.mark.parametrize(
   "name, data, dispatch_dtype",
   [
@@ -80,38 +118,29 @@ SHAPES = {
   ],
 )
 def test_lowers_for_gpus(name, data, dispatch_dtype):
-  """Forward and backward of a layer of 64 experts on four GPUs hold kernels only."""
-  tokens, width, inner = SHAPES[name]
+  """Forward and backward of a layer on four GPUs hold kernels only."""
   config = dataclasses.replace(CONFIG, dispatch_dtype=dispatch_dtype)
   mesh = make_mesh(4, data)
-  total = tokens * mesh.size
-
-  def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-  weights = uep.ExpertWeights(
-    shape(64, width, inner), shape(64, width, inner), shape(64, inner, width)
-  )
-  arguments = (
-    shape(total, width),
-    shape(total, 8, dtype=jnp.int32),
-    shape(total, 8, dtype=jnp.float32),
-    weights,
-  )
-
-  @jax.jit
-  def grads(x, index, gate, weights):
-    def loss(x, gate, weights):
-      y, stats = uep.sharded_moe(x, index, gate, weights, config=config)
-      return jnp.sum(y.astype(jnp.float32)), stats
-
-    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights)
-
   with jax.set_mesh(mesh):
-    text = grads.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    apply = functools.partial(uep.sharded_moe, config=config)
+    traced = gradients(apply).trace(*model_arguments(name, mesh))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("custom_call @mosaic_gpu") >= 9
   assert "all_to_all" not in text and "collective_permute" not in text
   assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
+
+
+def test_copies_have_no_kernel_of_their_own():
+  """They ride in the first matmul's, of two parts; ``jax.checkpoint`` runs both of them again."""
+  # Buffers for all rows of all ranks: one round, whatever the loads.
+  config = dataclasses.replace(CONFIG, capacity_factor=4.0)
+  apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=config))
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  names = kernels_of(jaxpr)
+  assert names.count("gated_matmul") == 4
+  assert "replicate" not in names
 
 
 def test_auto_is_portable_on_other_devices(caplog):

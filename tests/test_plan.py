@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.plan import plan_quotas
 from ultraep_jax.types import PlanCost
@@ -35,7 +36,7 @@ CONFIGS = [
   (1, 4, 2, {}),
   (4, 8, 0, {}),
   (5, 15, 2, {"objective": "time", "transfer": "auto"}),
-  (6, 12, 2, {"objective": "time", "domain_size": 3, "target": 1.1}),
+  (6, 12, 2, {"objective": "time", "domain_size": 3, "target": 1.1, "transfer": "auto"}),
 ]
 
 
@@ -66,6 +67,11 @@ def planned(plan):
 
 def busiest(plan):
   return planned(plan).quota.astype(np.int64).sum(-2).max(-1)
+
+
+def busiest_sender(plan):
+  parent = planned(plan).parent
+  return int(np.bincount(parent[parent >= 0], minlength=1).max())
 
 
 def replicas(plan):
@@ -104,12 +110,15 @@ def check_legal(load_E, plan, config):
 # A scalar twin: the same placement rules, written for one probe at a time.
 
 
-def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fit, even):
-  """Slots of each rank as ``[(expert, tokens)]``."""
+RULES = tuple(itertools.product((True, False), (False, True), ("even", "whole", "whole even")))
+
+
+def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fits, kind):
+  """Slots of each rank as ``[(expert, tokens)]``, and the experts and takers in order."""
   per_rank = len(loads) // ranks
   left = list(loads)
   load = [sum(loads[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)]
-  held = [[] for _ in range(ranks)]
+  held, order = [[] for _ in range(ranks)], []
   sources = sorted((r for r in range(ranks) if load[r] > threshold), key=lambda r: (-load[r], r))
   for source in sources if hot_first else reversed(sources):
     own = range(source * per_rank, (source + 1) * per_rank)
@@ -124,10 +133,10 @@ def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fit, even)
           break
         need = load[source] - threshold
         empty = sum(slots - len(held[r]) for r in slack)
-        floor = max(min_tokens, math.ceil(Fraction(need, empty)) if even else 1)
-        piece = min(max(need, floor), left[expert])
+        floor = max(min_tokens, 1 if kind == "whole" else math.ceil(Fraction(need, empty)))
+        piece = min(max(need, floor), left[expert]) if kind == "even" else left[expert]
         fitting = [r for r in slack if slack[r] >= piece]
-        if fitting and (fit == "any" or (fit == "last" and left[expert] >= need)):
+        if fitting and fits:
           taker = min(fitting, key=lambda r: (slack[r], r))
         else:
           taker = min(slack, key=lambda r: (-slack[r], r))
@@ -135,20 +144,21 @@ def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fit, even)
         if tokens < floor:
           break
         held[taker].append((expert, tokens))
+        order.append((expert, taker))
         for ledger, index, change in (
           (load, source, -tokens),
           (load, taker, tokens),
           (left, expert, -tokens),
         ):
           ledger[index] += change
-  return held
+  return held, order
 
 
 def twin_construction(loads, ranks, slots):
   per_rank = len(loads) // ranks
   left = list(loads)
   load = [sum(loads[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)]
-  held = [[] for _ in range(ranks)]
+  held, order = [[] for _ in range(ranks)], []
   cap = -(-sum(loads) // ranks)
   waiting = list(range(ranks))
   while max(load) > cap:
@@ -160,10 +170,11 @@ def twin_construction(loads, ranks, slots):
       tokens = min(cap - load[receiver], left[expert])
       if tokens:
         held[receiver].append((expert, tokens))
+        order.append((expert, receiver))
         left[expert] -= tokens
         load[giver] -= tokens
         load[receiver] += tokens
-  return held
+  return held, order
 
 
 def rank_loads(loads, held):
@@ -177,22 +188,31 @@ def rank_loads(loads, held):
   return load
 
 
-def time_cost(rows, held, experts, cost, config):
+def most_copies(held, order, per_rank, transfer):
+  """The documented bound on what a rank sends or receives."""
+  experts = [expert for expert, _ in order]
+  if transfer != "direct":
+    experts = list(dict.fromkeys(experts))
+  sends = [sum(e // per_rank == home for e in experts) for home in range(len(held))]
+  homes = [home for home, count in enumerate(sends) if count]
+  if transfer != "direct":
+    for expert in experts:
+      for taker in [t for e, t in order if e == expert and t in homes][1:]:
+        sends[taker] += 1
+  return max(*sends, *map(len, held))
+
+
+def time_cost(rows, copies, cost):
   """The documented cost, in Python's unbounded integers."""
-  per_rank = experts // len(held)
-  copied = [expert for copies in held for expert, _ in copies]
-  sent = copied if config.transfer == "direct" else set(copied)
-  egress = [sum(e // per_rank == home for e in sent) for home in range(len(held))]
-  copies = max(*egress, *map(len, held))
   extra = max(0, -(-rows // cost.capacity_rows) - 1)
   return min(INT32_MAX, rows + cost.copy_rows * copies + cost.round_rows * extra)
 
 
 def twin_plan(loads, ranks, config, cost=None):
-  """The placement of one domain."""
+  """The placement of one domain and its bound on copies."""
   slots, min_tokens = config.replica_slots, config.min_tokens_per_replica
   if slots == 0 or ranks == 1:
-    return [[] for _ in range(ranks)]
+    return [[] for _ in range(ranks)], 0
   before = rank_loads(loads, [[] for _ in range(ranks)])
   mean, top = -(-sum(loads) // ranks), int(before.max())
   goal = (
@@ -208,18 +228,21 @@ def twin_plan(loads, ranks, config, cost=None):
   candidates = [
     twin_probe(loads, ranks, slots, min_tokens, threshold, *rule)
     for threshold in dict.fromkeys(min(max(t, mean), top) for t in thresholds)
-    for rule in itertools.product((True, False), ("never", "last", "any"), (False, True))
+    for rule in RULES
   ]
   candidates += [twin_construction(loads, ranks, slots)] if constructs else []
 
-  def keys(held):
+  def keys(candidate):
+    held, order = candidate
     rows = int(rank_loads(loads, held).max())
+    copies = most_copies(held, order, len(loads) // ranks, config.transfer)
     value = max(rows, goal)
     if config.objective == "time":
-      value = time_cost(value, held, len(loads), cost, config)
-    return value, sum(map(len, held)), rows
+      value = time_cost(value, copies, cost)
+    return value, sum(map(len, held)), copies, rows
 
-  return min(candidates, key=keys)
+  best = min(candidates, key=keys)
+  return best[0], keys(best)[2]
 
 
 def placement(plan, domain, index):
@@ -268,8 +291,13 @@ class TestPromises:
     plan = plan_quotas(load_GE, config, cost)
     check_legal(loads, plan, config)
     domain = config.domain_size or ranks
+    most = 0
     for index, part in enumerate(np.split(np.array(loads), ranks // domain)):
-      assert placement(plan, domain, index) == twin_plan(part.tolist(), domain, config, cost)
+      held, copies = twin_plan(part.tolist(), domain, config, cost)
+      assert placement(plan, domain, index) == held
+      most = max(most, copies)
+    # The copies that a plan is charged for bound what its trees make the busiest rank send.
+    assert busiest_sender(plan) <= most
 
   @hypothesis.settings(max_examples=30)
   @hypothesis.given(problems(), st.integers(0, 2**20))
@@ -399,8 +427,8 @@ class TestReference:
       f"reference {cases['reference_after'].mean():.5f}, {cases['reference_after'].max():.5f}"
     )
     assert (after <= cases["reference_after"] + 1e-6).all()
-    assert after.mean() <= 1.002
-    assert after.max() <= 1.011
+    assert after.mean() <= 1.0001
+    assert after.max() <= 1.001
 
   def test_fewer_replicas_at_the_same_target(self, reference):
     cases, total, outcome = reference
@@ -414,7 +442,7 @@ class TestReference:
       f"{(reference_rows <= goal).sum()}) of {len(cases)}, replica ratio {ratio:.4f}"
     )
     assert (rows <= goal)[reference_rows <= goal].all()
-    assert ratio <= 0.87
+    assert ratio <= 0.851
 
   @pytest.mark.slow
   @pytest.mark.parametrize("min_tokens", [128, 1024])
@@ -426,8 +454,8 @@ class TestReference:
       f"\nmin_tokens {min_tokens}: mean {after.mean():.5f}, max {after.max():.5f}, "
       f"above 1.0101 {(after > 1.0101).sum()}, replicas {copies.sum()}"
     )
-    assert after.mean() <= 1.003
-    assert (after > 1.0101).sum() <= 1
+    assert after.mean() <= 1.0005
+    assert after.max() <= 1.002
 
 
 class TestExact:
@@ -506,26 +534,47 @@ class TestTarget:
     assert sum(saved) > 0
 
 
+class TestCopies:
+  def test_few_of_the_busiest_rank_on_the_loads_of_the_replication_bench(self):
+    """As few as the hot rank's experts allow, which are in a token at most once."""
+    config = make_config(2, target=1.01, transfer="auto")
+    plan = jax.jit(lambda load_GE: plan_quotas(load_GE, config))
+    copies = []
+    for ratio in (1.5, 2.0, 2.5, 3.0):
+      load_GE = testing.zipf_loads(0, 64, 4, 8192, 8, ratio, shuffle=False)
+      result = plan(load_GE)
+      assert busiest(result) <= 1.01 * load_GE.sum() / 4 + 1
+      received = (planned(result).replica_expert >= 0).sum(-1).max()
+      hottest = np.cumsum(-np.sort(-load_GE.sum(0)[:16]))
+      excess = load_GE[:, :16].sum() - math.ceil(1.01 * load_GE.sum() / 4)
+      least = 1 + int(np.searchsorted(hottest, excess))
+      copies.append(max(busiest_sender(result), int(received)))
+      assert copies[-1] == least
+    assert copies == [1, 2, 3, 5]
+
+
 class TestTime:
   @pytest.mark.parametrize("transfer", ["direct", "auto"])
   def test_costs_no_more_than_nothing_and_copies_less_as_copies_cost_more(self, transfer):
     config = make_config(2, objective="time", transfer=transfer)
     plan = jax.jit(lambda load_GE, cost: plan_quotas(load_GE, config, cost))
-    made = np.zeros(4, int)
-    for load_E in skewed_loads(40, 16, 20_000, seed=7):
+    sent = np.zeros(4, int)
+    for load_E in skewed_loads(40, 16, 20_000, seed=7, max_skew=1.5):
       load_GE = load_matrix(load_E, 4)
       before = int(rank_loads(load_E, [[]] * 4).max())
       for index, copy_rows in enumerate((0, 100, 1000, 2**31 - 1)):
         cost = PlanCost(copy_rows, 5300, 200)
         result = plan(load_GE, cost)
         check_legal(load_E, result, config)
-        paid = time_cost(int(busiest(result)), placement(result, 4, 0), 16, cost, config)
-        assert paid <= time_cost(before, [[]] * 4, 16, cost, config)
-        made[index] += replicas(result)
+        received = (planned(result).replica_expert >= 0).sum(-1).max()
+        copies = max(busiest_sender(result), int(received))
+        paid = time_cost(int(busiest(result)), copies, cost)
+        assert paid <= time_cost(before, 0, cost)
+        sent[index] += copies
         if copy_rows == 0:
           assert busiest(result) <= busiest(plan_quotas(load_GE, make_config(2)))
-    print(f"\ntime, {transfer}: replicas at copy_rows 0, 100, 1000, huge: {made}")
-    assert made[0] > made[1] > made[2] > made[3] == 0
+    print(f"\ntime, {transfer}: copies of the busiest at copy_rows 0, 100, 1000, huge: {sent}")
+    assert sent[0] > sent[1] > sent[2] > sent[3] == 0
 
   def test_a_round_saved_is_worth_copies(self):
     load_GE = load_matrix([60, 60, 40, 40], 2)

@@ -63,7 +63,7 @@ LAYERS = (
   ("plan", "route"),
   ("exact",),
   ("checks", "greedy", "relay", "load", "doctor"),
-  ("mesh", "integers", "implementation", "progress", "wire"),
+  ("mesh", "integers", "implementation", "processes", "progress", "wire"),
   ("config",),
   ("types",),
 )

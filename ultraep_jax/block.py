@@ -91,8 +91,7 @@ class _Routed(NamedTuple):
 def _route(
   x: Array, router_DE: Array, bias_E: Array | None, mask: Array | None, gating: GatingConfig
 ) -> _Routed:
-  # Choices must not depend on how a backend rounds float32 operands.
-  logits = jnp.matmul(x.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+  logits = router_logits(x, router_DE)
   index, gate, scores = gating_lib.gate(logits, gating, bias_E, mask)
   return _Routed(
     expert_index=index,
@@ -101,6 +100,45 @@ def _route(
     router_z_loss=gating_lib.router_z_loss(logits, mask),
     expert_load_E=gating_lib.router_load(index, gating.num_experts),
   )
+
+
+@jax.custom_jvp
+def router_logits(x: Array, router_DE: Array) -> Array:
+  """``x @ router`` in float32, no operand rounded, so that choices do not depend on a backend.
+
+  bfloat16 tokens meet the router as a sum of three bfloat16 matrices, 24 bits in all, because
+  tensor cores have no float32.
+
+  Args:
+    x: ``[..., D]``, a float dtype.
+    router_DE: ``[D, E]`` float32.
+
+  Returns:
+    ``[..., E]`` float32.
+  """
+  if x.dtype != jnp.bfloat16:
+    return _matmul_in_float32(x, router_DE)
+  parts, rest_DE = [], router_DE
+  for _ in range(3):
+    part_DE = jax.lax.reduce_precision(rest_DE, exponent_bits=8, mantissa_bits=7)
+    parts.append(part_DE.astype(jnp.bfloat16))
+    rest_DE -= part_DE
+  sums = jnp.matmul(x, jnp.concatenate(parts, axis=1), preferred_element_type=jnp.float32)
+  high, middle, low = jnp.split(sums, 3, axis=-1)
+  return high + (middle + low)
+
+
+@router_logits.defjvp
+def _router_logits_jvp(
+  primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+  (x, router_DE), (x_dot, router_dot_DE) = primals, tangents
+  through_x = _matmul_in_float32(x_dot, router_DE)
+  return router_logits(x, router_DE), through_x + _matmul_in_float32(x, router_dot_DE)
+
+
+def _matmul_in_float32(x: Array, matrix: Array) -> Array:
+  return jnp.matmul(x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
 
 
 def param_shapes(

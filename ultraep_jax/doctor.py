@@ -82,7 +82,7 @@ def mesh_advice(total: int, local: int, platform_name: str) -> str:
     return advice
   advice = f'jax.make_mesh(({total},), ("expert",)) for a multiple of {total} experts; for fewer '
   advice += '("data", "expert")'
-  if local < total:
+  if 1 < local < total:
     advice += f"; domain_size={local} keeps copies among the devices of a process"
   return advice
 

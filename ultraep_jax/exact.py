@@ -21,6 +21,8 @@ from ultraep_jax.types import Array
 class _State(NamedTuple):
   left_NRM: Array  # tokens that an expert has at home
   copies_NRM: Array
+  has_end_NRM: Array  # whether an expert has a copy that is forwarded by nobody
+  forwards_NR: Array  # copies that ranks that have given forward
   load_NR: Array
   expert_NRS: Array
   tokens_NRS: Array
@@ -32,7 +34,7 @@ def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outc
   Args:
     load_NRM: ``[N, R, M]`` int32, home loads.
     num_slots: S, at least M.
-    count_copies: ``egress`` counts copies, not experts with a copy.
+    count_copies: homes send every copy themselves.
 
   Returns:
     ``[N]`` outcomes; ``[N, R, S]`` int32, the expert copied into each slot, in ``[0, R * M)``,
@@ -44,19 +46,21 @@ def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outc
   cap_N = ceil_div(total_N, num_ranks)
   # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
   zero_NRS = jnp.broadcast_to(load_NR[:, :, None] * 0, (num_domains, num_ranks, num_slots))
-  start = _State(load_NRM, load_NRM * 0, load_NR, zero_NRS - 1, zero_NRS)
+  zero_NRM, zero_NR = load_NRM * 0, load_NR * 0
+  start = _State(load_NRM, zero_NRM, zero_NRM > 0, zero_NR, load_NR, zero_NRS - 1, zero_NRS)
   state = lax.while_loop(
     lambda state: jnp.any(state.load_NR > cap_N[:, None]),
     lambda state: _step(state, cap_N),
     start,
   )
   sent_NRM = state.copies_NRM if count_copies else jnp.minimum(state.copies_NRM, 1)
+  sends_NR = jnp.sum(sent_NRM, axis=-1, dtype=jnp.int32)
+  sends_NR += 0 if count_copies else state.forwards_NR
   filled_NR = jnp.sum(state.expert_NRS >= 0, axis=-1, dtype=jnp.int32)
   outcome = Outcome(
     busiest=jnp.max(state.load_NR, axis=-1),
     replicas=jnp.sum(filled_NR, axis=-1, dtype=jnp.int32),
-    slots=jnp.max(filled_NR, axis=-1),
-    egress=jnp.max(jnp.sum(sent_NRM, axis=-1, dtype=jnp.int32), axis=-1),
+    copies=jnp.max(jnp.maximum(filled_NR, sends_NR), axis=-1),
   )
   return outcome, state.expert_NRS, state.tokens_NRS
 
@@ -85,9 +89,15 @@ def _step(state: _State, cap_N: Array) -> _State:
   receives_NR = (rank_NR == receiver_N[:, None]) & active_N[:, None]
   change_NR = receives_NR.astype(jnp.int32) - (rank_NR == giver_N[:, None]).astype(jnp.int32)
   given_from = (domain_N[:, None], giver_N[:, None], order_NM)
+  # As in ``greedy.py``, the first copy of an expert that a giver receives ends a chain.
+  by_giver_N = jnp.any(state.copies_NRM[domain_N, receiver_N] > 0, axis=-1)
+  gives_by_giver_NM = gives_NM & by_giver_N[:, None]
+  forwards_N = jnp.sum(gives_by_giver_NM & state.has_end_NRM[given_from], axis=-1, dtype=jnp.int32)
   return _State(
     left_NRM=state.left_NRM.at[given_from].add(-given_NM),
     copies_NRM=state.copies_NRM.at[given_from].add(gives_NM.astype(jnp.int32)),
+    has_end_NRM=state.has_end_NRM.at[given_from].max(gives_by_giver_NM),
+    forwards_NR=state.forwards_NR + jnp.where(receives_NR, forwards_N[:, None], 0),
     load_NR=state.load_NR + change_NR * deficit_N[:, None],
     expert_NRS=jnp.where(receives_NR[:, :, None], expert_NS[:, None, :], state.expert_NRS),
     tokens_NRS=jnp.where(receives_NR[:, :, None], tokens_NS[:, None, :], state.tokens_NRS),

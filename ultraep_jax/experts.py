@@ -98,82 +98,116 @@ class Hidden(NamedTuple):
   up_CF: Array
 
 
+class Replicas(Protocol):
+  """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
+
+  def copies(self) -> Any: ...
+  def copying(self) -> Transfer | None: ...
+  def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
+  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None: ...
+
+
+class ExpertOutput(NamedTuple):
+  """What experts make of rows, and the copies of weights that they needed."""
+
+  rows_CD: Array
+  hidden: Hidden | None
+  copies: ExpertWeights
+
+
 def expert_forward(
   rows_CD: Array,
   home: ExpertWeights,
-  replica: ExpertWeights,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   *,
   keep_hidden: bool = True,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
-) -> tuple[Array, Hidden | None]:
+) -> ExpertOutput:
   """``wo(activation(rows wi_gate) * (rows wi_up))`` for each row by its slot's expert.
+
+  Where kernels can, copies of weights arrive while the rows of home slots, which need none of
+  them, are multiplied.
 
   Args:
     rows_CD: ``[C, D]``, grouped by slot from row 0 on.
     home: weights of the home slots.
-    replica: weights of the replica slots.
+    replicas: weights of the replica slots.
     group_size_P: rows per slot.
     activation: of the gate projection, elementwise.
     keep_hidden: return the projections too, which a kernel can otherwise leave unwritten.
     implementations: of the matmuls, to try in order.
     tunings: how kernels are laid out.
   """
+  arguments = rows_CD, home, replicas, group_size_P, activation
   candidates = {
-    "mosaic_gpu": lambda: _gated_kernel(
-      rows_CD, home, replica, group_size_P, activation, keep_hidden, tunings
-    ),
-    "portable": lambda: _gated(
-      rows_CD, home, replica, group_size_P, activation, implementations, tunings
-    ),
+    "mosaic_gpu": lambda: _gated_kernel(*arguments, keep_hidden, tunings),
+    "portable": lambda: _gated(*arguments, implementations, tunings),
   }
   # An activation or a shape that the fused kernel lacks may still suit the plain matmul's.
-  inner_CF, hidden = first_that_can((*implementations, "portable"), candidates)
+  inner_CF, hidden, copies = first_that_can((*implementations, "portable"), candidates)
   out_CD = grouped_matmul(
     inner_CF,
     home.wo,
-    replica.wo,
+    copies.wo,
     group_size_P,
     implementations=implementations,
     tunings=tunings,
   )
-  return out_CD, hidden if keep_hidden else None
+  return ExpertOutput(out_CD, hidden if keep_hidden else None, copies)
 
 
 def _gated_kernel(
   rows_CD: Array,
   home: ExpertWeights,
-  replica: ExpertWeights,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   keep_hidden: bool,
   tunings: Tunings,
-) -> tuple[Array, Hidden | None]:
-  inner_CF, gate_CF, up_CF = gated_kernel.gated_matmul(
-    rows_CD,
-    home.wi_gate,
-    home.wi_up,
-    replica.wi_gate,
-    replica.wi_up,
-    group_size_P,
-    activation,
-    keep_hidden=keep_hidden,
-    tuning=tunings.find("gated" if keep_hidden else "gated only", *home.wi_gate.shape[1:]),
-  )
-  return inner_CF, None if gate_CF is None or up_CF is None else Hidden(gate_CF, up_CF)
+) -> tuple[Array, Hidden | None, ExpertWeights]:
+  arguments = group_size_P, activation
+  homes = home.wi_gate, home.wi_up
+  operation, widths = "gated" if keep_hidden else "gated only", homes[0].shape[1:]
+  tuning = tunings.find(operation, *widths)
+  if (copying := replicas.copying()) is None:
+    copies = ExpertWeights(*replicas.copies())
+    gated = gated_kernel.gated_matmul(
+      rows_CD,
+      *homes,
+      copies.wi_gate,
+      copies.wi_up,
+      *arguments,
+      keep_hidden=keep_hidden,
+      tuning=tuning,
+    )
+  else:
+    gated, copies = gated_kernel.gated_beside(
+      copying,
+      lambda copies: (copies.wi_gate, copies.wi_up),
+      rows_CD,
+      *homes,
+      *arguments,
+      keep_hidden=keep_hidden,
+      tuning=tunings.find(f"{operation} beside", *widths),
+      replica_tuning=tuning,
+    )
+  inner_CF, gate_CF, up_CF = gated
+  hidden = None if gate_CF is None or up_CF is None else Hidden(gate_CF, up_CF)
+  return inner_CF, hidden, copies
 
 
 def _gated(
   rows_CD: Array,
   home: ExpertWeights,
-  replica: ExpertWeights,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   implementations: Implementations,
   tunings: Tunings,
-) -> tuple[Array, Hidden]:
+) -> tuple[Array, Hidden, ExpertWeights]:
   matmul = functools.partial(
     grouped_matmul,
     rows_CD,
@@ -181,8 +215,9 @@ def _gated(
     implementations=implementations,
     tunings=tunings,
   )
-  hidden = Hidden(matmul(home.wi_gate, replica.wi_gate), matmul(home.wi_up, replica.wi_up))
-  return _inner(hidden, activation), hidden
+  copies = ExpertWeights(*replicas.copies())
+  hidden = Hidden(matmul(home.wi_gate, copies.wi_gate), matmul(home.wi_up, copies.wi_up))
+  return _inner(hidden, activation), hidden, copies
 
 
 class ExpertGrads(NamedTuple):
@@ -192,15 +227,6 @@ class ExpertGrads(NamedTuple):
   gate_C: Array
   home: ExpertWeights  # with those of all replicas added
   copies: ExpertWeights
-
-
-class Replicas(Protocol):
-  """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
-
-  def copies(self) -> Any: ...
-  def copying(self) -> Transfer | None: ...
-  def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
-  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None: ...
 
 
 def expert_backward(

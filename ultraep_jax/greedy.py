@@ -6,6 +6,9 @@ the threshold, and no rule is best everywhere, so every probe runs to its end, o
 and ``plan.py`` judges what each ends with. A probe that cannot place all its excess is judged
 like the others: what it has placed is a legal plan.
 
+A rank may give more than its excess, if a rule moves whole experts, and then take from others.
+One that takes has no more to give: it is never above the threshold again.
+
 Shapes: N domains, R ranks of a domain, M experts of a rank, S slots of a rank, B probes of all
 domains. A *key* names an expert by its home rank and its place there in falling order of load.
 """
@@ -19,13 +22,15 @@ from jax import lax
 from ultraep_jax.integers import INT32_MAX
 from ultraep_jax.types import Array
 
-# Which rank takes a piece: the one with the largest slack, or the smallest slack that suffices,
-# if the piece is all that its source still has to give (LAST) or always (ANY).
-_LARGEST, _FIT_LAST, _FIT_ANY = range(3)
-# Sources take turns from hot to cold or from cold to hot; who takes a piece; whether a piece is
-# at least the source's need spread over the empty slots. On the same budget of probes these
-# twelve rules end lower than eight (without _FIT_ANY) at more thresholds.
-RULES = tuple(itertools.product((True, False), (_LARGEST, _FIT_LAST, _FIT_ANY), (False, True)))
+# What a source gives: pieces of what it needs to give, each at least that spread over the empty
+# slots (EVEN), all that is left of its expert (WHOLE), or such pieces that are also that large
+# (WHOLE_EVEN). A taker that a whole expert fills up takes one copy, of one home: so does the
+# alias method that ``exact.py`` is made after.
+_EVEN, _WHOLE, _WHOLE_EVEN = range(3)
+# Sources take turns from hot to cold or from cold to hot; a piece goes to the largest slack or to
+# the smallest that suffices, if one does; what a source gives. On the same budget of probes
+# twelve rules end lower than eight (without _WHOLE_EVEN) at more thresholds.
+RULES = tuple(itertools.product((True, False), (False, True), (_EVEN, _WHOLE, _WHOLE_EVEN)))
 
 
 class Loads(NamedTuple):
@@ -64,14 +69,12 @@ class Outcome(NamedTuple):
   Attributes:
     busiest: load of the busiest rank.
     replicas: copies made.
-    slots: most slots filled on a rank.
-    egress: most copies of the experts of one home, or most such experts that have a copy.
+    copies: the most that a rank has to send or to receive, as ``plan_quotas`` counts them.
   """
 
   busiest: Array
   replicas: Array
-  slots: Array
-  egress: Array
+  copies: Array
 
 
 class _State(NamedTuple):
@@ -81,8 +84,8 @@ class _State(NamedTuple):
   place_B: Array  # place of the current expert on the current source
   given_B: Array  # tokens that the current source has given away
   taken_B: Array  # of these, tokens of the current expert
-  sent_B: Array  # copies, or experts with a copy, of the current source
-  egress_B: Array
+  has_end_B: Array  # whether the current expert has a copy that is forwarded by nobody
+  sends_BR: Array  # copies that the rank sends, but for those that ranks without turn forward
   replicas_B: Array
 
 
@@ -99,8 +102,8 @@ class _Search(NamedTuple):
   probes: Probes
   sources_B: Array  # ranks above the threshold
   hot_first_B: Array  # the columns of RULES
-  fit_B: Array
-  even_B: Array
+  fits_B: Array
+  kind_B: Array
 
 
 def sort_loads(load_NRM: Array) -> Loads:
@@ -121,7 +124,7 @@ def run(
     probes: what to try.
     num_slots: S.
     min_tokens: no copy serves fewer tokens.
-    count_copies: ``egress`` counts copies, not experts with a copy.
+    count_copies: homes send every copy themselves.
 
   Returns:
     ``[B]`` outcomes.
@@ -137,8 +140,7 @@ def run(
   return Outcome(
     busiest=jnp.max(state.load_BR, axis=-1),
     replicas=state.replicas_B,
-    slots=num_slots - jnp.min(state.empty_BR, axis=-1),
-    egress=state.egress_B,
+    copies=jnp.max(jnp.maximum(num_slots - state.empty_BR, state.sends_BR), axis=-1),
   )
 
 
@@ -183,15 +185,25 @@ def _lookup(table: Array, domain_B: Array, index_B: Array) -> Array:
 def _search(loads: Loads, probes: Probes) -> _Search:
   above_BR = loads.rank_NR[probes.domain_B] > probes.threshold_B[:, None]
   sources_B = jnp.sum(above_BR, axis=-1, dtype=jnp.int32)
-  rule_B = [jnp.array(column)[probes.rule_B] for column in zip(*RULES, strict=True)]
-  return _Search(loads, probes, sources_B, *rule_B)
+  columns_B = [jnp.array(column)[probes.rule_B] for column in zip(*RULES, strict=True)]
+  return _Search(loads, probes, sources_B, *columns_B)
 
 
 def _start(search: _Search, num_slots: int) -> _State:
   load_BR = search.loads.rank_NR[search.probes.domain_B]
   # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
   zero_BR, zero_B = load_BR * 0, load_BR[:, 0] * 0
-  return _State(load_BR, zero_BR + num_slots, *[zero_B] * 7)
+  return _State(
+    load_BR=load_BR,
+    empty_BR=zero_BR + num_slots,
+    turn_B=zero_B,
+    place_B=zero_B,
+    given_B=zero_B,
+    taken_B=zero_B,
+    has_end_B=zero_B > 0,
+    sends_BR=zero_BR,
+    replicas_B=zero_B,
+  )
 
 
 def _active(search: _Search, state: _State) -> Array:
@@ -202,7 +214,7 @@ def _step(
   search: _Search, state: _State, min_tokens: int, count_copies: bool
 ) -> tuple[_State, _Piece]:
   """Every probe moves one piece, or goes on to its next expert or source if none can move."""
-  loads, probes, sources_B, hot_first_B, fit_B, even_B = search
+  loads, probes, sources_B, hot_first_B, fits_B, kind_B = search
   threshold_B = probes.threshold_B
   num_ranks, per_rank = loads.expert_NRM.shape[1:]
   rank_BR = lax.broadcasted_iota(jnp.int32, state.load_BR.shape, 1)
@@ -221,13 +233,13 @@ def _step(
   slack_BR = jnp.where(state.empty_BR > 0, slack_BR, 0)
   most_B = jnp.max(slack_BR, axis=-1)
   slots_B = jnp.sum(jnp.where(slack_BR > 0, state.empty_BR, 0), axis=-1, dtype=jnp.int32)
-  share_B = jnp.where(even_B, -(-need_B // jnp.maximum(slots_B, 1)), 1)
+  share_B = jnp.where(kind_B == _WHOLE, 1, -(-need_B // jnp.maximum(slots_B, 1)))
   floor_B = jnp.maximum(share_B, min(min_tokens, INT32_MAX))
   # A need below the floor is rounded up: the source then ends below the threshold.
   piece_B = jnp.minimum(jnp.maximum(need_B, floor_B), left_B)
+  piece_B = jnp.where(kind_B == _EVEN, piece_B, left_B)
   least_fit_B = jnp.min(jnp.where(slack_BR >= piece_B[:, None], slack_BR, INT32_MAX), axis=-1)
-  closing_B = (fit_B == _FIT_ANY) | ((fit_B == _FIT_LAST) & (left_B >= need_B))
-  wanted_B = jnp.where(closing_B & (most_B >= piece_B), least_fit_B, most_B)
+  wanted_B = jnp.where(fits_B & (most_B >= piece_B), least_fit_B, most_B)
   wanted_BR = jnp.where(slack_BR == wanted_B[:, None], rank_BR, num_ranks)
   taker_B = jnp.min(wanted_BR, axis=-1)
   tokens_B = jnp.minimum(piece_B, most_B)
@@ -244,8 +256,14 @@ def _step(
 
   takes_BR = (rank_BR == taker_B[:, None]) & moves_B[:, None]
   gain_BR = jnp.where(takes_BR, tokens_B[:, None], 0)
-  loss_BR = jnp.where(rank_BR == source_B[:, None], tokens_B[:, None], 0)
-  sent_B = state.sent_B + (moves_B & (first_B | count_copies)).astype(jnp.int32)
+  gives_BR = rank_BR == source_B[:, None]
+  loss_BR = jnp.where(gives_BR, tokens_B[:, None], 0)
+  sends_BR = gives_BR & (moves_B & (first_B | count_copies))[:, None]
+  # Of an expert's copies, one that a source holds can be the last of a chain; each further one
+  # is forwarded by a rank that sends copies of its own experts too.
+  by_source_BR = takes_BR & (state.sends_BR > 0) & (not count_copies)
+  sends_BR |= by_source_BR & state.has_end_B[:, None]
+  has_end_B = state.has_end_B | jnp.any(by_source_BR, axis=-1)
   after = _State(
     load_BR=state.load_BR + gain_BR - loss_BR,
     empty_BR=state.empty_BR - takes_BR.astype(jnp.int32),
@@ -253,8 +271,8 @@ def _step(
     place_B=jnp.where(source_done_B, 0, state.place_B + expert_done_B.astype(jnp.int32)),
     given_B=jnp.where(source_done_B, 0, state.given_B + tokens_B),
     taken_B=jnp.where(expert_done_B, 0, state.taken_B + tokens_B),
-    sent_B=jnp.where(source_done_B, 0, sent_B),
-    egress_B=jnp.maximum(state.egress_B, sent_B),
+    has_end_B=has_end_B & ~expert_done_B,
+    sends_BR=state.sends_BR + sends_BR.astype(jnp.int32),
     replicas_B=state.replicas_B + moves_B.astype(jnp.int32),
   )
   return after, _Piece(key_B, taker_B, tokens_B)

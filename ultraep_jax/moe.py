@@ -212,18 +212,19 @@ def _all_rounds(
   keep_hidden: bool,
 ) -> tuple[Array, _Round]:
   """The output, and what backward needs of the first round."""
+  run = functools.partial(_run_round, static, x_TD, gate_TK, routing=routing)
+
+  def combined(out: experts.ExpertOutput, this: _Round) -> Array:
+    return this.crossing.combine(out.rows_CD, this.gate_C)
+
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  replicas = dataclasses.replace(replicas, known=replicas.copies())
-
-  def run(index: Array | int, keep_hidden: bool) -> tuple[Array, _Round]:
-    out_CD, this = _run_round(static, x_TD, gate_TK, replicas, routing, index, keep_hidden)
-    return this.crossing.combine(out_CD, this.gate_C), this
-
-  y_TD, first = run(0, keep_hidden)
+  out, first = run(replicas, index=0, keep_hidden=keep_hidden)
+  y_TD = combined(out, first)
+  replicas = dataclasses.replace(replicas, known=out.copies)
   if routing.rounds is not None:
 
     def add_round(index: Array, y_TD: Array) -> Array:
-      return y_TD + run(index, keep_hidden=False)[0]
+      return y_TD + combined(*run(replicas, index=index, keep_hidden=False))
 
     y_TD = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
   return y_TD, first
@@ -320,7 +321,7 @@ def _run_round(
   routing: _Routing,
   index: Array | int,
   keep_hidden: bool,
-) -> tuple[Array, _Round]:
+) -> tuple[experts.ExpertOutput, _Round]:
   """Dispatches one round's tokens and runs their experts."""
   crossing = exchange.cross(
     routing.routes,
@@ -334,17 +335,17 @@ def _run_round(
   )
   rows_CD = crossing.dispatch(x_TD, static.dispatch_dtype)
   gate_C = crossing.spread(gate_TK)
-  out_CD, hidden = experts.expert_forward(
+  out = experts.expert_forward(
     rows_CD,
     replicas.home,
-    replicas.copies(),
+    replicas,
     _round_sizes(static, routing, index),
     static.activation,
     keep_hidden=keep_hidden,
     implementations=static.implementations,
     tunings=static.tunings,
   )
-  return out_CD, _Round(crossing, rows_CD, gate_C, hidden)
+  return out, _Round(crossing, rows_CD, gate_C, out.hidden)
 
 
 def _round_sizes(static: _Static, routing: _Routing, index: Array | int) -> Array:

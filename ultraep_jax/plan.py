@@ -60,15 +60,20 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   Each domain plans alone on the loads of its home experts. The candidates are greedy placements
   for many thresholds and rules, doing nothing and, if ``S >= M`` and
   ``min_tokens_per_replica == 1``, a construction whose busiest rank has the mean rounded up.
-  Taken is, with ties to fewer replicas, then to the less busy rank, then to the first candidate:
+  Taken is, with ties to fewer replicas, then to fewer ``copies``, then to the less busy rank,
+  then to the first candidate:
 
   - ``objective="balance"``: the candidate with the least busiest load;
   - ``objective="time"``: the least cost in rows, ``busiest + copy_rows * copies +
-    round_rows * (ceil(busiest / capacity_rows) - 1)``, saturating at 2^31 − 1. ``copies`` is the
-    larger of the most slots filled on a rank, which that rank receives and at most forwards once
-    each, and the egress of the busiest home: its experts that have a copy, or with
-    ``transfer="direct"`` their copies;
+    round_rows * (ceil(busiest / capacity_rows) - 1)``, saturating at 2^31 − 1;
   - with ``target``, a busiest load below ``ceil(target * mean)`` counts as that.
+
+  ``copies`` is the most that a rank has to receive or send, on whose links the transfer waits. It
+  receives a copy for each slot that it fills. With ``transfer="direct"`` it sends the copies of
+  its experts. Otherwise it sends each of its experts that have copies once, and whoever holds
+  one at most forwards it once; ranks that have both to do forward all but one of the copies that
+  such ranks hold of an expert: the one last in the chain, which was placed first. So
+  ``transfer_tree`` finds trees in which no rank sends more than ``copies``.
 
   Args:
     load_GE: ``[G, E]`` int32, assignments of each source rank to each expert, not negative. The
@@ -275,8 +280,8 @@ def _best_placement(load_NRM: Array, setup: _Setup, cost: PlanCost | None) -> tu
     )
 
   counted_NQ = jnp.maximum(outcome_NQ.busiest, goal_N[:, None])
-  value_NQ = counted_NQ if cost is None else _time(counted_NQ, outcome_NQ, cost)
-  best_N = _first_least(value_NQ, outcome_NQ.replicas, outcome_NQ.busiest)
+  value_NQ = counted_NQ if cost is None else _time(counted_NQ, outcome_NQ.copies, cost)
+  best_N = _first_least(value_NQ, outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest)
   index_N = jnp.arange(domains) * num_probes + jnp.minimum(best_N, num_probes - 1)
   chosen = jax.tree.map(lambda leaf: leaf[index_N], probes)
   expert_NRS, tokens_NRS = greedy.place(loads, chosen, slots, min_tokens)
@@ -324,12 +329,12 @@ def _probes(threshold_NT: Array) -> greedy.Probes:
   )
 
 
-def _time(busiest: Array, outcome: greedy.Outcome, cost: PlanCost) -> Array:
+def _time(busiest: Array, copies: Array, cost: PlanCost) -> Array:
   """Rows of matmul that take as long as a placement does, saturating."""
-  copies = saturating_mul(jnp.maximum(outcome.slots, outcome.egress), cost.copy_rows)
+  transfer = saturating_mul(copies, cost.copy_rows)
   extra = jnp.maximum(ceil_div(busiest, jnp.maximum(cost.capacity_rows, 1)) - 1, 0)
   rounds = saturating_mul(extra, cost.round_rows)
-  return saturating_add(saturating_add(busiest, copies), rounds)
+  return saturating_add(saturating_add(busiest, transfer), rounds)
 
 
 def _first_least(*keys_NQ: Array) -> Array:

@@ -1,7 +1,7 @@
 """Copies of hot experts' weights to replica slots, and the adjoint: their gradients home.
 
 The kernels push copies along the plan's transfer trees, and sum gradients along them backwards;
-in the backward pass both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
+both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
 """
 
 import dataclasses

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import testing
+from ultraep_jax import processes, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import why_portable
 from ultraep_jax.sharded import sharded_moe
@@ -62,15 +63,16 @@ class Check:
 
 
 def self_check() -> Check:
-  """Balances one small layer with skewed loads on this process's GPUs, or on a few CPU devices.
+  """Balances one small layer with skewed loads on all GPUs, or on a few CPU devices.
 
-  Only forward, with ``implementation="auto"``.
+  Only forward, with ``implementation="auto"``. All processes of a job must call it.
   """
   started = time.perf_counter()
-  devices = jax.local_devices()
+  devices = jax.devices()
   on_cpu = devices[0].platform == "cpu"
   picked = "portable" if why_portable() else "mosaic_gpu"
-  ranks = min(len(devices), _MAX_CPUS) if on_cpu else len(devices)
+  few = on_cpu and jax.process_count() == 1
+  ranks = min(len(devices), _MAX_CPUS) if few else len(devices)
   try:
     error, before, after = _run(devices[:ranks], _QUICK if on_cpu else None)
   except Exception as problem:  # whatever keeps the layer from running is the answer
@@ -105,8 +107,9 @@ def _run(
   mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(AxisType.Auto,), devices=devices)
   layer = jax.jit(functools.partial(sharded_moe, config=CONFIG), compiler_options=compiler_options)
   with jax.set_mesh(mesh):
-    y, stats = layer(*problem)
+    arrays = processes.put(problem, NamedSharding(mesh, P("expert")))
+    y, stats = processes.gather(layer(*arrays))
   expected = np.asarray(testing.dense_moe(*problem))
-  error = float(np.abs(np.asarray(y, np.float32) - expected).max() / np.abs(expected).max())
-  before_G, after_G = np.asarray(stats.load_before_G), np.asarray(stats.load_after_G)
+  error = float(np.abs(y.astype(np.float32) - expected).max() / np.abs(expected).max())
+  before_G, after_G = stats.load_before_G, stats.load_after_G
   return error, float(before_G.max() / before_G.mean()), float(after_G.max() / after_G.mean())

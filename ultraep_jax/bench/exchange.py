@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.chunks import Tuning
 from pallas_kernels.combine import combine
 from pallas_kernels.dispatch import dispatch, dispatch_scaled
-from ultraep_jax import block_exchange, push_exchange, wire
+from ultraep_jax import block_exchange, processes, push_exchange, wire
 from ultraep_jax.bench import timing
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array, Routes
@@ -31,11 +31,12 @@ SHAPES = {"4096x8x7168": (4096, 8, 7168), "8192x8x4096": (8192, 8, 4096)}
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   add_arguments(parser)
-  return run(parser.parse_args(argv))
+  return processes.run(run, parser.parse_args(argv))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("what", nargs="*", default=["check", "time"], choices=["check", "time"])
+  processes.add_argument(parser)
   parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="TxKxD")
   parser.add_argument("--tunings", nargs="*", default=[], help="more, BLOCKSxWORKERSxBYTESxSTEPS")
   parser.add_argument("--scale", type=int, default=1, help="divide tokens, to try it on a CPU")
@@ -126,9 +127,9 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
       y_TD = cross.combine(rows_CD * 2, gate_C)
       return rows_CD, gate_C, y_TD, cross.combine(rows_CD, None), cross.collect(gate_C)
 
-    args = jax.device_put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))
-    got = on_mesh(mesh, functools.partial(both, push_exchange))(*args)
-    want = on_mesh(mesh, functools.partial(both, block_exchange))(*args)
+    args = processes.put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))
+    got = processes.gather(on_mesh(mesh, functools.partial(both, push_exchange))(*args))
+    want = processes.gather(on_mesh(mesh, functools.partial(both, block_exchange))(*args))
     for part, a, b in zip(("rows", "gates", "y", "sum", "value"), got, want, strict=True):
       a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
       if part in ("y", "sum"):  # fused multiply-adds round differently
@@ -167,8 +168,8 @@ def time_shape(
     return jax.random.normal(key, (mesh.size, capacity, width), jnp.bfloat16)
 
   x, rows = normal(jax.random.key(0)), normal_rows(jax.random.key(1))
-  gate = jax.device_put(rng.random(received.shape).astype(np.float32), sharding)
-  dest, row, received = jax.device_put((dest, row, received), sharding)
+  gate = processes.put(rng.random(received.shape).astype(np.float32), sharding)
+  dest, row, received = processes.put((dest, row, received), sharding)
 
   def there(tuning: Tuning, _: Array, x: Array, *tables: Array) -> Any:
     sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}

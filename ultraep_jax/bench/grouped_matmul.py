@@ -22,7 +22,13 @@ from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
 from pallas_kernels.tunings import Tunings
 from ultraep_jax.bench import contest
 from ultraep_jax.bench.layer_problem import SHAPES
-from ultraep_jax.bench.matmul_problems import DENSE, PROBLEMS, Problem, group_sizes
+from ultraep_jax.bench.matmul_problems import (
+  DENSE,
+  PROBLEMS,
+  Problem,
+  gated_split,
+  group_sizes,
+)
 from ultraep_jax.types import Array
 
 
@@ -76,6 +82,7 @@ def _skewed(rng: np.random.Generator, slots: int, used: Iterable[int]) -> list[n
 _forward = jax.jit(grouped_matmul, static_argnames="transpose_rhs")
 _sum = jax.jit(grouped_matmul_sum, static_argnames="transpose_rhs")
 _gated = jax.jit(functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=True))
+_split = jax.jit(functools.partial(gated_split, keep_hidden=True))
 _wgrad = jax.jit(grouped_matmul_wgrad, static_argnums=3)
 
 
@@ -118,7 +125,12 @@ def _check_case(
   twice = _sum([rows] * 2, [home] * 2, [replica] * 2, group_size, transpose_rhs=transpose)
   errors["sum"] = distance(twice[:used], 2 * expected[:used])
   if not transpose:
-    inner, gate, up = (x[:used] for x in _gated(rows, home, home, replica, replica, group_size))
+    operands = rows, home, home, replica, replica, group_size
+    inner, gate, up = (x[:used] for x in _gated(*operands))
+    if num_replica:  # the same bits
+      apart = _split(*operands)
+      same = zip(apart, (inner, gate, up), strict=True)
+      errors["split"] = float(any(jnp.any(x[:used] != y) for x, y in same))
     errors["gated"] = max(distance(x, expected[:used]) for x in (gate, up))
     gate = gate.astype(jnp.float32)
     errors["inner"] = distance(inner, jax.nn.silu(gate) * gate)

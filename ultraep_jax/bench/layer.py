@@ -1,8 +1,9 @@
 """Measures one MoE layer: balanced, not balanced, forced equal, and as JAX users write it today.
 
 Run on every GPU of a host: ``python -m ultraep_jax bench layer``. All variants run in one
-process and in turn, on the same loads, which change with every call. Nobody drops a token: where
-nothing bounds the busiest rank's load, buffers are made to measure.
+program and in turn, on the same loads, which change with every call. Nobody drops a token: where
+nothing bounds the busiest rank's load, buffers are made to measure. ``--processes`` gives each GPU
+a process of its own; times are then those of the first.
 
 ``eplb`` places copies by a window of earlier loads (``--loads drifting`` gives it a chance) and
 sends them again in every call. ``quota-time`` weighs copies against what they save.
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 
+from ultraep_jax import processes
 from ultraep_jax.bench import layer_plot, layer_tables
 from ultraep_jax.bench.layer_problem import AXIS, LOADS, SHAPES, Arrays, Problem, scaled
 from ultraep_jax.bench.layer_times import Case, Programs, check, measure
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error("--plot: expected ideal and others among --variants, got " + str(args.variants))
   if args.plot and importlib.util.find_spec("matplotlib") is None:
     parser.error("--plot: expected Matplotlib, got none: pip install 'ultraep-jax[paper]'")
-  return run(args)
+  return processes.run(run, args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--loads", default="zipf", choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
   parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+  processes.add_argument(parser)
   parser.add_argument("--ranks", type=int, help="default: all devices")
   parser.add_argument("--experts", type=int, help="default: 16 a rank")
   parser.add_argument("--tokens", type=int, default=8192, help="per rank")
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
   }
 
   def save() -> None:
-    if args.json:
+    if args.json and jax.process_index() == 0:
       args.json.write_text(json.dumps(results, indent=1))
 
   if args.bounds:
@@ -128,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
   for case in cases:
     results["rows"] += measure(case, problems[case.name, case.ratio], programs, args)
     save()
-  if args.plot:
+  if args.plot and jax.process_index() == 0:
     layer_plot.draw(results["rows"]).savefig(args.plot, dpi=130)
   return 0
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import testing
+from ultraep_jax import processes, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.simulate import published, traffic
 from ultraep_jax.strategies import eplb
@@ -72,7 +72,7 @@ class Arrays:
     gate = np.random.default_rng(0).random((total, shape.top_k)).astype(np.float32)
     return cls(
       normal(0, 1.0, total, width),
-      jax.device_put(gate, NamedSharding(mesh, P(AXIS))),
+      processes.put(gate, NamedSharding(mesh, P(AXIS))),
       weights,
       normal(4, 1.0, total, width),
     )
@@ -105,8 +105,8 @@ class Problem:
       for seed, load_GE in enumerate(load_NGE)
     ]
     history = histories(load_WGE.sum(axis=1), load_NGE.sum(axis=1), mesh.size, args.slots)
-    sharded = jax.device_put(np.stack(index).astype(np.int32), NamedSharding(mesh, P(None, AXIS)))
-    return cls(load_NGE, sharded, jax.device_put(history, NamedSharding(mesh, P())), arrays)
+    sharded = processes.put(np.stack(index).astype(np.int32), NamedSharding(mesh, P(None, AXIS)))
+    return cls(load_NGE, sharded, processes.put(history, NamedSharding(mesh, P())), arrays)
 
   @property
   def busiest(self) -> float:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import matmul_pipeline
-from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels import matmul_pipeline, tiles
+from pallas_kernels.gated_matmul import Gated, gated_beside, gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
 from pallas_kernels.matmul_pipeline import Tuning
@@ -26,12 +27,14 @@ HOME, REPLICA = 16, 2
 DENSE = "dense"
 # What the layer runs comes first, the rest after it.
 PROBLEMS = {
-  "gated": "gated",
+  "gated split": "gated beside",
+  "gated only split": "gated only beside",
   "forward down": "forward",
   "dgrad down": "dgrad",
   "wgrad up": "wgrad",
   "wgrad down beside": "wgrad beside",
   "sum beside": "sum beside",
+  "gated": "gated",
   "gated only": "gated only",
   "forward up": "forward",
   "dgrad up": "dgrad",
@@ -96,7 +99,7 @@ class Problem:
       return (self.wide, self.inner) if "up" in self.name else (self.inner, self.wide)
     if self.operation.startswith("sum"):  # contracted, columns
       return 2 * self.inner, self.wide
-    into = self.name in ("gated", "gated only", "forward up", "dgrad down")
+    into = self.name.startswith("gated") or self.name in ("forward up", "dgrad down")
     return (self.wide, self.inner) if into else (self.inner, self.wide)
 
   @property
@@ -218,10 +221,10 @@ def _wgrad(problem: Problem) -> Parts:
 
 
 def _gated(problem: Problem) -> Parts:
-  keep = problem.operation == "gated"
-
-  def kernel(*operands: Array, **tuning: Any) -> Any:
-    return gated_matmul(*operands, activation=jax.nn.silu, keep_hidden=keep, **tuning)
+  keep = "only" not in problem.name
+  whole = functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=keep)
+  apart = functools.partial(gated_split, keep_hidden=keep)
+  still = functools.partial(apart, moving=False)
 
   def unfused(
     rows: Array, gate: Array, up: Array, more_gate: Array, more_up: Array, sizes: Array
@@ -232,13 +235,38 @@ def _gated(problem: Problem) -> Parts:
     return (inner_CF, gate_CF, up_CF) if keep else (inner_CF, None, None)
 
   (home, replica), rows = _pair(problem.wide, problem.inner), (problem.rows, problem.wide)
+  split = problem.name.endswith("split")
   return Parts(
     shapes=(rows, home, home, replica, replica),
-    kernel=kernel,
+    kernel=apart if split else whole,
     dense=lambda rows, weight: rows @ weight,
     dense_operands=lambda rows, gate, up, *_: (rows, jnp.concatenate([gate[0], up[0]], axis=1)),
-    peers={"unfused": unfused},
+    peers={"no transfer": still, "whole": whole} if split else {"unfused": unfused},
   )
+
+
+def gated_split(
+  rows: Array, gate: Array, up: Array, *operands: Array, moving: bool = True, **kwargs: Any
+) -> Gated:
+  """``gated_matmul`` with home and replica slots apart, beside a transfer of nothing or none."""
+  more_gate, more_up, sizes = operands
+  nothing = tiles.Transfer(
+    operands=(),
+    out_type=(),
+    scratch_types=(),
+    buffers=[plgpu.SMEM((128,), jnp.int32)],
+    body=lambda *_: None,
+    finish=lambda _: None,
+    tuning=tiles.Tuning(blocks=12, workers=matmul_pipeline.WARPGROUPS),
+    name="nothing",
+  )
+  gated, _ = gated_beside(
+    nothing if moving else None,
+    lambda _: (more_gate, more_up),
+    *(rows, gate, up, sizes, jax.nn.silu),
+    **kwargs,
+  )
+  return gated
 
 
 def _sum(problem: Problem) -> Parts:

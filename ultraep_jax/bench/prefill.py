@@ -37,7 +37,6 @@ from ultraep_jax.serve.metrics import imbalance
 from ultraep_jax.types import LayerStats
 
 STRATEGIES = ("none", "quota", "ideal")
-SLACK = 1.0625
 _PROBED = 4  # batches whose loads are looked at before
 _POOL = 4096  # prompts, gone through again where more arrive
 
@@ -59,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--ranks", type=int, help="default: all devices")
   parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
   parser.add_argument("--slots", type=int, default=2)
+  parser.add_argument(
+    "--capacity-factor",
+    type=float,
+    help="rows of a buffer over those of equal loads; default: the ranks, so that no loads need a "
+    "second round and the programs have no loop for one",
+  )
   parser.add_argument("--objective", default="balance", choices=["balance", "time"])
   parser.add_argument("--implementation", default="auto")
   parser.add_argument("--batch-invariant", action="store_true")
@@ -141,7 +146,7 @@ class Bench:
       "points": [],
       "limits": {},
     }
-    self.loads_LGE = self._loads()
+    self._report_loads()
     self.collectors = {name: Collector() for name in args.strategies}
     self.engines = {name: self._engine(name) for name in args.strategies}
 
@@ -176,16 +181,14 @@ class Bench:
     )
     return model
 
-  def _loads(self) -> np.ndarray:
-    """Skews the router, and returns the load matrices of all batches that were looked at.
-
-    ``[batches * layers, G, E]``; there is one token group, since the mesh has one axis.
-    """
+  def _report_loads(self) -> None:
+    """Skews the router, and tells what a planner makes of the loads of some batches."""
     args = self.args
     probe = prefill_model.Probe(self.model, self.config)
     batches = probe.batches(self.prompts, _PROBED)
     if args.checkpoint is None and args.skew != 1:
       prefill_model.set_skew(self.model, probe, batches, args.skew, args.calibrate, args.seed)
+    # One token group, since the mesh has one axis.
     loads = np.stack([probe.loads(self.model, batch)[:, 0] for batch in batches])
     rows = [
       {
@@ -200,7 +203,6 @@ class Bench:
     self.results["loads"] = rows
     self.say(f"busiest over mean rank, {len(batches)} full batches")
     print(prefill_report.loads_table(rows, args.slots, each=len(rows) <= 8), flush=True)
-    return loads.reshape(-1, *loads.shape[2:])
 
   def _engine(self, name: str) -> PrefillEngine:
     return PrefillEngine(
@@ -210,22 +212,15 @@ class Bench:
     )
 
   def _balance(self, name: str) -> BalanceConfig:
-    """Its buffer holds the busiest rank of the batches that were looked at, and some more."""
-    slots = self.args.slots if name == "quota" else 0
-    busiest = {
-      "none": lambda m: rank_imbalance(m.sum(axis=0), self.ranks),
-      "quota": lambda m: planned(m, slots),
-      "ideal": lambda m: 1.0,
-    }[name]
-    worst = max(busiest(load_GE) for load_GE in self.loads_LGE)
-    factor = max(SLACK, math.ceil(16 * 1.05 * worst) / 16 if worst > 1.02 else SLACK)
+    args = self.args
+    slots = args.slots if name == "quota" else 0
     return BalanceConfig(
       replica_slots=slots,
       strategy=name,
-      objective=self.args.objective,
-      implementation=self.args.implementation,
-      capacity_factor=min(factor, float(self.ranks)),
-      batch_invariant=self.args.batch_invariant,
+      objective=args.objective,
+      implementation=args.implementation,
+      capacity_factor=float(args.capacity_factor or self.ranks),
+      batch_invariant=args.batch_invariant,
     )
 
   # --- the measurement -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ line is the median of several runs and names the copies that the busiest rank se
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.reduce_replicas import reduce_replicas
 from pallas_kernels.tiles import Tuning
+from ultraep_jax import processes
 from ultraep_jax import replicate as portable
 from ultraep_jax.bench.portable import AXIS, timed
 from ultraep_jax.bench.transfers import (
@@ -26,6 +27,7 @@ from ultraep_jax.bench.transfers import (
   busiest,
   device_times,
   open_mesh,
+  planner,
   random_placement,
   stacked,
   time_cases,
@@ -37,23 +39,28 @@ HOME = 16  # experts of a rank, in the cases that are timed
 SMALL = Tuning(blocks=8, workers=3, tile_bytes=2048)  # many tiles a worker: it waits for its peers
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Checks and times the reduction kernel.")
   parser.add_argument("what", nargs="+", choices=["check", "time"])
   add_arguments(parser, plans=10, megabytes=75.5)
-  args = parser.parse_args()
+  return processes.run(run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
   mesh, tunings = open_mesh(), tunings_of(args.tunings)
   first = next(iter(tunings.values()))
   if "check" in args.what:
     for tuning in (SMALL, first):
       check(mesh, args.plans, tuning, 50_000 // args.scale)
   if "time" in args.what:
+    cases = time_cases(mesh.size, planner(args))
     for megabytes in args.megabytes:
       row = int(megabytes * 1e6) // (16 * args.scale) * 4
       for label, tuning in tunings.items():
-        report(label, kernel(tuning), mesh, row, args.calls, args.repeats)
+        report(label, kernel(tuning), mesh, row, cases, args.calls, args.repeats)
       if args.portable:
-        report("portable", ring, mesh, row, args.calls, args.repeats)
+        report("portable", ring, mesh, row, cases, args.calls, args.repeats)
+  return 0
 
 
 Operation = Callable[[list[Array], list[Array], Array, Array], list[Array]]
@@ -82,17 +89,15 @@ def check(mesh: jax.sharding.Mesh, plans: int, tuning: Tuning, most_units: int) 
         unit = 4 * int(rng.integers(1, most_units))
       placement = random_placement(rng, mesh.size, home, slots)
       replicas, homes = gradients(rng, mesh, home, placement, [unit * row for row in rows])
-      sums = run(replicas, homes, *map(jnp.asarray, placement))
+      sums = processes.gather(run(replicas, homes, *placement))
       for got, want in zip(sums, reference(replicas, homes, placement[0]), strict=True):
-        wrong = (np.asarray(got) != want).sum()
+        wrong = (got != want).sum()
         assert not wrong, f"{wrong} sums are wrong, {placement}, {want.shape}, {tuning}"
     print(f"exact: {plans} plans, M{home} S{slots}, {len(rows)} arrays, {tuning}", flush=True)
   for _ in range(2):
     placement = random_placement(rng, mesh.size, 2, 2)
     replicas, homes = gradients(rng, mesh, 2, placement, [80 * most_units], integer=False)
-    got, again = (
-      np.asarray(run(replicas, homes, *map(jnp.asarray, placement))[0]) for _ in range(2)
-    )
+    got, again = (processes.gather(run(replicas, homes, *placement)[0]) for _ in range(2))
     assert (got == again).all(), "two runs differ"
     (want,) = reference(replicas, homes, placement[0], np.float64)
     (size,) = reference([abs(replicas[0])], [abs(homes[0])], placement[0], np.float64)
@@ -121,7 +126,7 @@ def gradients(
   for replica in replicas:
     replica[expert_R < 0] = np.nan
   homes = [draw(mesh.size * home, row) for row in rows]
-  return jax.device_put((replicas, homes), NamedSharding(mesh, P(AXIS)))
+  return processes.put((replicas, homes), NamedSharding(mesh, P(AXIS)))
 
 
 def reference(
@@ -132,8 +137,8 @@ def reference(
 ) -> list[np.ndarray]:
   """The sums, in the order of the slots."""
   expert_R = replica_expert_GS.reshape(-1)
-  sums = [np.asarray(home).astype(dtype) for home in homes]
-  for total, replica in zip(sums, map(np.asarray, replicas), strict=True):
+  sums = [home.astype(dtype) for home in processes.gather(homes)]
+  for total, replica in zip(sums, processes.gather(replicas), strict=True):
     for slot in np.flatnonzero(expert_R >= 0):
       total[expert_R[slot]] += replica[slot]
   return sums
@@ -150,7 +155,13 @@ def sharded(operation: Operation, mesh: jax.sharding.Mesh) -> Callable[..., list
 
 
 def report(
-  label: str, operation: Operation, mesh: jax.sharding.Mesh, row: int, calls: int, repeats: int
+  label: str,
+  operation: Operation,
+  mesh: jax.sharding.Mesh,
+  row: int,
+  cases: dict[str, Placement],
+  calls: int,
+  repeats: int,
 ) -> None:
   @functools.partial(jax.jit, static_argnums=0, out_shardings=NamedSharding(mesh, P(AXIS)))
   def ones(count: int) -> Array:
@@ -160,14 +171,14 @@ def report(
     return operation([replica], [home], plan_2GS[0], plan_2GS[1])[0]
 
   megabytes = 4 * row / 1e6
-  for name, placement in time_cases(mesh.size).items():
+  for name, placement in cases.items():
     rest = (ones(placement[0].shape[1]), stacked(placement, mesh))
     seconds = timed((once, (ones(HOME), *rest)), mesh, calls, repeats, donate=True)
     device = device_times("reduce_replicas", once, (ones(HOME), *rest), mesh, donate=True)
     copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
     print(
-      f"{label:16} {name:19} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
+      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
       f" {rate:7.1f} GB/s; {device}",
       flush=True,
     )

@@ -7,7 +7,7 @@ line is the median of several runs and names the copies that the busiest rank se
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.replicate import replicate
 from pallas_kernels.tiles import Tuning
+from ultraep_jax import processes
 from ultraep_jax import replicate as portable
 from ultraep_jax.bench.portable import AXIS, timed
 from ultraep_jax.bench.transfers import (
@@ -26,6 +27,7 @@ from ultraep_jax.bench.transfers import (
   busiest,
   device_times,
   open_mesh,
+  planner,
   random_placement,
   stacked,
   time_cases,
@@ -36,21 +38,25 @@ from ultraep_jax.types import Array
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Checks and times the replication kernel.")
   add_arguments(parser, plans=20, megabytes=37.7)
-  args = parser.parse_args()
+  return processes.run(run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
   mesh, tunings = open_mesh(), tunings_of(args.tunings)
   first = next(iter(tunings.values()))
   check(mesh, args.plans, first, 200_000 // args.scale)
-  cases = time_cases(mesh.size)
+  cases = time_cases(mesh.size, planner(args))
   for megabytes in args.megabytes:
     arrays = random_experts(mesh, 16, [(int(megabytes * 1e6) // (16 * args.scale) * 8,)])
     for label, tuning in tunings.items():
-      run = functools.partial(replicate, axis_name=AXIS, tuning=tuning)
-      report(label, run, mesh, arrays, cases, args.calls, args.repeats)
+      kernel = functools.partial(replicate, axis_name=AXIS, tuning=tuning)
+      report(label, kernel, mesh, arrays, cases, args.calls, args.repeats)
     if args.portable:
       report("portable", ring, mesh, arrays, cases, args.calls, args.repeats)
+  return 0
 
 
 Operation = Callable[[list[Array], Array, Array], list[Array]]
@@ -74,10 +80,10 @@ def check(mesh: jax.sharding.Mesh, plans: int, tuning: Tuning, most_units: int) 
       shapes = [(row * (1 + i),) for i in range(len(dtypes))]
       arrays = random_experts(mesh, home, shapes, dtypes, seed=index)
       placement = random_placement(rng, mesh.size, home, slots)
-      copies = run(arrays, *map(jnp.asarray, placement))
+      copies = processes.gather(run(arrays, *placement))
       expert_R = placement[0].reshape(-1)
-      for copy, array in zip(copies, arrays, strict=True):
-        got, want = np.asarray(copy).view(np.uint8), np.asarray(array).view(np.uint8)
+      for copy, array in zip(copies, processes.gather(arrays), strict=True):
+        got, want = copy.view(np.uint8), array.view(np.uint8)
         wrong = (got[expert_R >= 0] != want[expert_R[expert_R >= 0]]).sum()
         assert not wrong, f"{wrong} bytes differ, {placement}, {shapes}, {dtypes}"
     print(f"correct: {plans} plans, M{home} S{slots} {dtypes}", flush=True)
@@ -135,7 +141,7 @@ def report(
     copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
     print(
-      f"{label:16} {name:19} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
+      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
       f" {rate:7.1f} GB/s; {device}",
       flush=True,
     )

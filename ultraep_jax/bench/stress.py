@@ -10,13 +10,15 @@ import argparse
 import functools
 import time
 from collections.abc import Sequence
+from typing import get_args
 
 import jax
 
-from ultraep_jax import implementation
+from ultraep_jax import implementation, processes
 from ultraep_jax.bench import stress_layer, stress_operations, stress_transfers
 from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.bench.stress_operations import Operations
+from ultraep_jax.config import Implementation
 
 PARTS = (*stress_transfers.CHECKS, "layer", "train")
 
@@ -29,9 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--streams", action="store_true", help="put the matmuls on another stream")
   parser.add_argument(
-    "--portable", action="store_true", help="portable operations in place of kernels"
+    "--implementation",
+    default="auto",
+    choices=get_args(Implementation),
+    help="of the layer that is compared; portable: in place of all kernels",
   )
-  return run(parser.parse_args(argv))
+  processes.add_argument(parser)
+  return processes.run(run, parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None) -> int:
@@ -39,8 +45,8 @@ def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None
   devices = jax.devices()
   print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}", flush=True)
   if operations is None:
-    operations = stress_operations.PORTABLE if args.portable else stress_operations.KERNELS
-  layer_on = "portable" if args.portable else "auto"
+    portable = args.implementation == "portable"
+    operations = stress_operations.PORTABLE if portable else stress_operations.KERNELS
   wrong: list[str] = []
   for part in args.parts:
     print(f"{part}: begins", flush=True)
@@ -50,9 +56,9 @@ def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None
       problem = stress_transfers.Problem(mesh, args.scale, args.seed, args.streams)
       found = stress_transfers.stress(part, operations, problem, args.repetitions)
     else:
-      print(f"{part}: implementations {implementation.resolve(layer_on)}", flush=True)
+      print(f"{part}: implementations {implementation.resolve(args.implementation)}", flush=True)
       compare = stress_layer.layer if part == "layer" else stress_layer.train
-      found = compare(devices, args.scale, args.seed, layer_on, _say(part))
+      found = compare(devices, args.scale, args.seed, args.implementation, _say(part))
     wrong += (f"{part}: {text}" for text in found)
     end = "WRONG" if found else "correct"
     print(f"{part}: {end}, {time.perf_counter() - start:.1f} s in all", flush=True)

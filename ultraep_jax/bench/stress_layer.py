@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import testing
+from ultraep_jax import processes, testing
 from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.route import row_capacity
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
     )
 
   def place(self, value: Any, *axes: Any) -> Array:
-    return jax.device_put(value, NamedSharding(self.mesh, P(*axes)))
+    return processes.put(value, NamedSharding(self.mesh, P(*axes)))
 
   def index(self, seed: int, hot: int) -> np.ndarray:
     """Choices ``[N, K]``; all of group ``hot`` are of experts of its first rank. Some masked."""
@@ -134,7 +134,7 @@ def layer(
     results = []
     for chosen in (implementation, "portable"):
       run, arguments = next(runs)
-      results.append(jax.block_until_ready(run(*arguments)))
+      results.append(processes.gather(run(*arguments)))
       say(f"{name}, {chosen}: ran")
     stats: LayerStats = results[0][-1]
     most = [int(load.max()) for load in stats.load_after_G]
@@ -188,7 +188,7 @@ def train(
       weights, *rest = step(weights, batches)
       seen.append(rest)
     changes = jax.tree.map(jnp.subtract, weights, before)
-    results.append(jax.block_until_ready((changes, seen)))
+    results.append(processes.gather((changes, seen)))
     say(f"mesh {problem.groups_and_ranks}, {chosen}: losses {np.ravel([s[0] for s in seen])}")
   return compare(*results)
 

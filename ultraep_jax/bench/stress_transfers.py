@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec as P
 
+from ultraep_jax import processes
 from ultraep_jax.bench import stress_plans
 from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.bench.stress_operations import Crossing, Operations, as_bits
@@ -204,7 +205,7 @@ def stress(
       run = run.lower(*arguments).compile()
       print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
     start = time.perf_counter()
-    wrong_GN, drifted_G = jax.device_get(run(*arguments))
+    wrong_GN, drifted_G = processes.gather(run(*arguments))
     seconds += time.perf_counter() - start
     names += [each.name for each in named]
     wrong.append(wrong_GN)

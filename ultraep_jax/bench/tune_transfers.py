@@ -22,6 +22,7 @@ from ultraep_jax.bench.exchange import random_routes
 from ultraep_jax.bench.matmul_problems import HOME, REPLICA, Problem
 from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.bench.transfers import time_cases
+from ultraep_jax.config import BalanceConfig
 from ultraep_jax.replicate import COPYING, REDUCING
 from ultraep_jax.types import Array
 
@@ -150,8 +151,10 @@ def _weights(
 ) -> Contest:
   """Copies for a skewed load, or their gradients' way home; alone or beside the layer's matmul."""
   ranks, size = mesh.size, 3 * problem.wide * problem.inner
-  cases = time_cases(ranks)
-  replica_GS, parent_GS = cases.get("ratio 2.0", cases["ratio 1.5"])
+  # The portable planner: on a CPU "auto" would see the process's GPUs and choose kernels.
+  cases = time_cases(ranks, BalanceConfig(objective="balance", implementation="portable"))
+  ratio = "ratio 2.0" if ranks > 2 else "ratio 1.5"
+  replica_GS, parent_GS = next(case for name, case in cases.items() if name.startswith(ratio))
   filled = replica_GS.reshape(-1) >= 0
   adds, rides = operation in ("reduce", "reducing"), operation in ("copying", "reducing")
   matmul = dataclasses.replace(problem, name="sum beside" if adds else "wgrad down beside")

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 
+from ultraep_jax import processes
 from ultraep_jax.doctor import doctor
 from ultraep_jax.selfcheck import self_check
 
@@ -16,10 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """How much to do and how to print it."""
   parser.add_argument("--no-check", action="store_true", help="only look, run no layer")
   parser.add_argument("--json", action="store_true", help="print JSON")
+  processes.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the report and the outcome of the check."""
+  return processes.run(_report, args)
+
+
+def _report(args: argparse.Namespace) -> int:
   report = doctor()
   if not args.json:
     print(report, flush=True)
