@@ -27,13 +27,13 @@ HOME, REPLICA = 16, 2
 DENSE = "dense"
 # What the layer runs comes first, the rest after it.
 PROBLEMS = {
-  "gated split": "gated beside",
-  "gated only split": "gated only beside",
   "forward down": "forward",
   "dgrad down": "dgrad",
   "wgrad up": "wgrad",
   "wgrad down beside": "wgrad beside",
   "sum beside": "sum beside",
+  "gated split": "gated beside",
+  "gated only split": "gated only beside",
   "gated": "gated",
   "gated only": "gated only",
   "forward up": "forward",
