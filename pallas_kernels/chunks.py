@@ -34,6 +34,10 @@ class Tuning(tiles.Tuning):
   workers: int = 4
   steps: int = 4
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    tiles.check_positive(self, "steps")
+
 
 @dataclasses.dataclass(frozen=True)
 class Deal:

@@ -17,7 +17,7 @@ from pallas_kernels.chunks import Deal, Tuning
 Array = jax.Array
 
 # Measured on H200: more workers than dispatch has, as they also add, and fewer signals.
-_TUNING = Tuning(workers=8, tile_bytes=8192, steps=2)
+TUNING = Tuning(workers=8, tile_bytes=8192, steps=2)
 _LANES = 128  # threads that add a row together
 _MOST_PER_THREAD = 32  # values of a row that a thread adds at a time, in registers
 
@@ -59,7 +59,7 @@ def combine(
       128.
     ValueError: shapes that do not fit.
   """
-  tuning = tuning or _TUNING
+  tuning = tuning or TUNING
   _check(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name)
   (num_tokens, top_k), width = dest_TK.shape, rows_CD.shape[1]
   if not dest_TK.size:

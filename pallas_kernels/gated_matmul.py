@@ -89,6 +89,7 @@ def gated_beside(
   *,
   keep_hidden: bool,
   tuning: Tuning | None = None,
+  replica_tuning: Tuning | None = None,
 ) -> tuple[Gated, Any]:
   """``gated_matmul`` by replica weights that a transfer brings at the same time.
 
@@ -111,7 +112,8 @@ def gated_beside(
     group_size_P: likewise.
     activation: likewise.
     keep_hidden: likewise.
-    tuning: likewise.
+    tuning: of the kernel that the transfer rides in.
+    replica_tuning: of the other one.
 
   Returns:
     As ``gated_matmul``, and the result of the transfer.
@@ -125,15 +127,18 @@ def gated_beside(
     group_size_P=group_size_P,
     activation=activation,
     keep_hidden=keep_hidden,
-    tuning=tuning,
   )
 
   def of(gate: Array, up: Array) -> Contraction:
     return Contraction(rows_CK, (gate, up), (gate[:0], up[:0]))
 
   num_home, num_slots = home_gate_MKN.shape[0], group_size_P.shape[0]
-  first, transferred = run(of(home_gate_MKN, home_up_MKN), slots=range(num_home), beside=transfer)
-  whole, _ = run(of(*replicas_of(transferred)), slots=range(num_home, num_slots), into=first)
+  first, transferred = run(
+    of(home_gate_MKN, home_up_MKN), tuning=tuning, slots=range(num_home), beside=transfer
+  )
+  replicas = of(*replicas_of(transferred))
+  rest = range(num_home, num_slots)
+  whole, _ = run(replicas, tuning=replica_tuning, slots=rest, into=first)
   return whole, transferred
 
 
@@ -160,7 +165,7 @@ def _multiply(
     group_size_P,
     transpose_rhs=False,
     results=[inner, *(hidden if keep_hidden else ())],
-    tuning=tuning or Tuning(),
+    tuning=tuning,
     kernel_name="gated_matmul",
     approx_math=True,  # of 11 bits or more: the result has 8
     slots=slots,

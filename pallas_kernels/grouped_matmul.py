@@ -104,7 +104,7 @@ def sum_beside(
     group_size_P,
     transpose_rhs=transpose_rhs,
     results=[lambda sums: sums],
-    tuning=tuning or Tuning(),
+    tuning=tuning,
     kernel_name="grouped_matmul",
     beside=transfer,
   )

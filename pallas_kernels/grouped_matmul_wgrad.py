@@ -70,7 +70,7 @@ def wgrad_beside(
   pipeline.expect_multiple("N", cols, 128)
   pipeline.expect_multiple("C", capacity, 8)
   pipeline.expect_capacity(capacity)
-  tuning = pipeline.make_room(tuning or Tuning(), transfer)
+  tuning = tuning or pipeline.make_room(transfer is not None)
   if tuning.schedule == "deferred":
     raise ValueError('tuning: expected "together" or "in_turns", got "deferred"')
   tile = pipeline.choose_tile(depth, cols, 1, tuning)

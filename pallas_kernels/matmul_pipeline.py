@@ -7,7 +7,7 @@ they take turns: each has a tile of its own, and stores it while the other multi
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,13 @@ Scalars = tuple[Array, ...]
 DEPTH = 64  # contracted per stage: 128 bytes, the widest swizzle
 _MULTIPLYING = 2  # warpgroups of a block
 WARPGROUPS = _MULTIPLYING + 1  # with the one that loads
+_WIDEST = 256  # columns of a tile
 _SMS = 132  # of an H100 or H200
 _BLOCKS_BESIDE = 7 * _SMS  # see ``make_room``
 _BLOCK_AXIS, _CLUSTER_AXIS, _GROUP_AXIS = tiles.BLOCK_AXIS, "cluster", tiles.WORKER_AXIS
+
+
+Schedule = Literal["together", "deferred", "in_turns"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +53,47 @@ class Tuning:
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around
       every store to shared memory. The kernels' own are enough: no thread reads what another
       wrote but through a barrier of the ring or ``commit_smem``.
+
+  Raises:
+    ValueError: a value is outside its range, or the stages need too much shared memory.
+    TypeError: a value has the wrong type.
   """
 
-  schedule: Literal["together", "deferred", "in_turns"] = "together"
+  schedule: Schedule = "together"
   stages: int = 4
   buffers: int = 2
   band: int = 2048
   blocks: int = 132
   cluster: int = 1
   auto_barriers: bool = True
+
+  def __post_init__(self) -> None:
+    if self.schedule not in get_args(Schedule):
+      raise ValueError(f"schedule: expected one of {get_args(Schedule)}, got {self.schedule!r}")
+    tiles.check_positive(self, "stages", "buffers", "band", "blocks", "cluster")
+    if not isinstance(self.auto_barriers, bool):
+      raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
+    if self.blocks % self.cluster:
+      raise ValueError(f"blocks: expected a multiple of {self.cluster}, got {self.blocks}")
+    if self.blocks > _SMS and self.blocks % _SMS:
+      raise ValueError(f"blocks: expected at most {_SMS} or a multiple of it, got {self.blocks}")
+    if self.band < _WIDEST * self.cluster:
+      raise ValueError(f"band: expected at least {_WIDEST * self.cluster}, got {self.band}")
+    if self.ring_bytes > tiles.SHARED_BYTES:
+      raise ValueError(
+        f"stages: expected at most {tiles.SHARED_BYTES} shared bytes, got {self.ring_bytes}"
+      )
+
+  @property
+  def ring_bytes(self) -> int:
+    """Of the stages; as many for any number of weights."""
+    rows_and_cols = 256 if self.schedule == "in_turns" else 384
+    return 2 * rows_and_cols * DEPTH * self.stages
+
+  @property
+  def store_bytes(self) -> int:
+    """Of the pieces to be stored, if the kernel stores by TMA."""
+    return 2 * _MULTIPLYING * self.buffers * 64 * 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,16 +343,14 @@ def smem(*shape: int, dtype: Any = jnp.bfloat16, tiled: bool = True) -> Any:
   return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def make_room(tuning: Tuning, beside: Transfer | None) -> Tuning:
-  """The tuning of a kernel that shares the GPU with a transfer.
+def make_room(beside: bool) -> Tuning:
+  """The tuning of a kernel that has none, and may share the GPU with a transfer.
 
   The transfer holds some SMs for a while. With several waves of blocks the device gives those SMs
   fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
   equal ones they would miss less than one.
   """
-  if beside is None:
-    return tuning
-  return dataclasses.replace(tuning, blocks=_BLOCKS_BESIDE, cluster=1)
+  return Tuning(blocks=_BLOCKS_BESIDE) if beside else Tuning()
 
 
 def launch(
@@ -363,8 +397,6 @@ def launch(
       f"beside: expected {WARPGROUPS} workers and clusters of 1, got {beside.tuning.workers} "
       f"and {tuning.cluster}"
     )
-  if tuning.blocks > _SMS and tuning.blocks % _SMS:
-    raise ValueError(f"blocks: expected at most {_SMS} or a multiple of it, got {tuning.blocks}")
   riding = beside.tuning.blocks if beside else 0
   parts = [operands, ride.operands, out_type, ride.out_type, ride.scratch_types]
 

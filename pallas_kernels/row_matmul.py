@@ -46,7 +46,7 @@ def multiply_rows(
   *,
   transpose_rhs: bool,
   results: Sequence[Callable[..., Any]],
-  tuning: Tuning,
+  tuning: Tuning | None,
   kernel_name: str,
   approx_math: bool = False,
   slots: range | None = None,
@@ -61,7 +61,7 @@ def multiply_rows(
     transpose_rhs: the weights are ``[…, N, K]``.
     results: each elementwise from the rounded sums, as many as a contraction has weights, to a
       result, all bfloat16.
-    tuning: of the kernel.
+    tuning: of the kernel; ``None``: the default, which makes room for what runs beside it.
     kernel_name: in traces.
     approx_math: whether ``results`` may use the device's approximations of exp, tanh, ….
     slots: whose weights these are, M + S of the P; ``None``: all. Rows of others are not written.
@@ -79,7 +79,7 @@ def multiply_rows(
   slots = range(group_size_P.shape[0]) if slots is None else slots
   capacity, cols, num_home = _check(contractions, group_size_P, slots, transpose_rhs)
   weights = len(contractions[0].home)
-  tuning = pipeline.make_room(tuning, beside)
+  tuning = tuning or pipeline.make_room(beside is not None)
   tile = pipeline.choose_tile(256, cols, weights, tuning)
   if (cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)

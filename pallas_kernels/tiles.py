@@ -43,9 +43,7 @@ class Tuning:
   tile_bytes: int = 16 * 1024
 
   def __post_init__(self) -> None:
-    for name in ("blocks", "workers", "tile_bytes"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+    check_positive(self, "blocks", "workers", "tile_bytes")
     if self.tile_bytes % _SHARED_ALIGNMENT:
       raise ValueError(f"tile_bytes: expected a multiple of 128, got {self.tile_bytes}")
     if self.workers * self.tile_bytes > SHARED_BYTES:
@@ -53,6 +51,16 @@ class Tuning:
         f"workers * tile_bytes: expected at most {SHARED_BYTES}, "
         f"got {self.workers * self.tile_bytes}"
       )
+
+
+def check_positive(tuning: object, *names: str) -> None:
+  """Raises TypeError or ValueError unless these attributes are positive integers."""
+  for name in names:
+    value = getattr(tuning, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+      raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+      raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,9 +122,10 @@ def test_inner_is_the_same_without_hidden():
   np.testing.assert_array_equal(one[: sum(sizes)], other[: sum(sizes)])
 
 
-def split(rows, home_gate, home_up, replica_gate, replica_up, sizes, **kwargs):
+def split(rows, home_gate, home_up, replica_gate, replica_up, sizes, tuning=None, **kwargs):
   """As ``gated_matmul``, with replicas that come from no transfer."""
   homes, replicas = (home_gate, home_up), (replica_gate, replica_up)
+  kwargs |= {"tuning": tuning, "replica_tuning": tuning}
   return gated_beside(None, lambda _: replicas, rows, *homes, sizes, **kwargs)[0]
 
 

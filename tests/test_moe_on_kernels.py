@@ -34,7 +34,7 @@ def small_kernels(monkeypatch):
   for tuning in (tiles.Tuning, chunks.Tuning):
     defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
     monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
-  monkeypatch.setattr(combine, "_TUNING", chunks.Tuning())
+  monkeypatch.setattr(combine, "TUNING", chunks.Tuning())
   # Planner and routing have tests of their own, and are the slowest to interpret.
   for module in ("plan.plan_quota", "route.route_rows"):
     monkeypatch.setattr(f"ultraep_jax.{module}", cannot("interpreted elsewhere"))

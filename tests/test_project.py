@@ -28,6 +28,7 @@ FILES = sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).rgl
 # What the packages hold beside modules.
 DATA = {
   "pallas_kernels/py.typed",
+  "pallas_kernels/tables/nvidia_h200.json",
   "ultraep_jax/py.typed",
   *(f"ultraep_jax/viewer/{name}" for name in ("charts.js", "page.css", "page.html", "page.js")),
   *(

@@ -1,5 +1,6 @@
 """Exact-load expert balancing for expert-parallel Mixture-of-Experts layers."""
 
+from pallas_kernels.tunings import Tunings as Tunings
 from ultraep_jax import linen as linen
 from ultraep_jax import nnx as nnx
 from ultraep_jax import strategies as strategies

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Literal
 
+from pallas_kernels.tunings import Tunings
+
 if TYPE_CHECKING:
   from ultraep_jax.strategies import Planner, Strategy
 
@@ -48,6 +50,8 @@ class BalanceConfig:
       scale per 128 channels, or ``None``, the compute dtype. Experts compute on the rounded
       tokens, wherever they run; gradients are those of the tokens as they are (straight-through)
       and cross in the compute dtype, as the experts' results do.
+    tunings: how kernels are laid out on the device, for each operation and shape; what it does
+      not name is as the kernels have it. ``None``: as measured on such a device, if it was.
 
   Raises:
     ValueError: a value is outside its range.
@@ -66,6 +70,7 @@ class BalanceConfig:
   batch_invariant: bool = False
   implementation: Implementation = "auto"
   dispatch_dtype: DispatchDtype | None = None
+  tunings: Tunings | None = None
 
   def __post_init__(self) -> None:
     check_int("replica_slots", self.replica_slots, minimum=0)
@@ -85,6 +90,8 @@ class BalanceConfig:
     check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
     check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
     check_choice("dispatch_dtype", self.dispatch_dtype, (None, "float8_e4m3fn"))
+    if self.tunings is not None and not isinstance(self.tunings, Tunings):
+      raise TypeError(f"tunings: expected Tunings or None, got {type(self.tunings).__name__}")
     if isinstance(self.strategy, str):
       check_choice("strategy", self.strategy, STRATEGY_NAMES)
     elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):

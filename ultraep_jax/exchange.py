@@ -8,6 +8,7 @@ blocks and ``all_to_all`` (``block_exchange``), or kernels that write into other
 
 from typing import Protocol
 
+from pallas_kernels.tunings import Tunings
 from ultraep_jax import block_exchange, push_exchange
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
@@ -71,6 +72,7 @@ def cross(
   width: int,
   dtype: object,
   implementations: Implementations,
+  tunings: Tunings,
 ) -> Crossing:
   """Lists the tokens that cross in a round.
 
@@ -82,13 +84,14 @@ def cross(
     width: D.
     dtype: of tokens and rows.
     implementations: what to try, in order.
+    tunings: how kernels are laid out.
 
   Raises:
     NotImplementedError: none of them can.
   """
   candidates = {
     "mosaic_gpu": lambda: push_exchange.cross(
-      routes, round_index, capacity, axis_name, width=width, dtype=dtype
+      routes, round_index, capacity, axis_name, width=width, dtype=dtype, tunings=tunings
     ),
     "portable": lambda: block_exchange.cross(routes, round_index, capacity, axis_name),
   }

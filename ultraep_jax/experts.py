@@ -16,6 +16,7 @@ from pallas_kernels import gated_matmul as gated_kernel
 from pallas_kernels import grouped_matmul as kernel
 from pallas_kernels import grouped_matmul_wgrad as wgrad_kernel
 from pallas_kernels.tiles import Transfer
+from pallas_kernels.tunings import UNTUNED, Tunings
 from ultraep_jax import tile_matmul
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array, ExpertWeights
@@ -31,6 +32,7 @@ def grouped_matmul(
   *,
   transpose_rhs: bool = False,
   implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> Array:
   """Multiplies each group of rows by the weights of its slot.
 
@@ -41,6 +43,7 @@ def grouped_matmul(
     group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
     transpose_rhs: multiply by the transposed weights (the gradient to the rows).
     implementations: what to try, in order.
+    tunings: how kernels are laid out.
 
   Returns:
     ``[C, N]`` in the rows' dtype, accumulated in float32; unused rows may hold anything.
@@ -49,8 +52,12 @@ def grouped_matmul(
     NotImplementedError: none of the implementations can.
   """
   arguments = rows_CK, home_MKN, replica_SKN, group_size_P, transpose_rhs
+  columns = home_MKN.shape[1 if transpose_rhs else 2]
+  tuning = tunings.find("dgrad" if transpose_rhs else "forward", rows_CK.shape[1], columns)
   candidates = {
-    "mosaic_gpu": lambda: kernel.grouped_matmul(*arguments[:4], transpose_rhs=transpose_rhs),
+    "mosaic_gpu": lambda: kernel.grouped_matmul(
+      *arguments[:4], transpose_rhs=transpose_rhs, tuning=tuning
+    ),
     "portable": lambda: tile_matmul.matmul(*arguments),
   }
   return first_that_can(implementations, candidates)
@@ -63,6 +70,7 @@ def grouped_matmul_wgrad(
   num_home: int,
   *,
   implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
 
@@ -72,6 +80,7 @@ def grouped_matmul_wgrad(
     group_size_P: ``[M + S]`` int32.
     num_home: M.
     implementations: what to try, in order.
+    tunings: how kernels are laid out.
 
   Returns:
     ``[M, K, N]`` and ``[S, K, N]``, float32; an empty slot's gradient is zero.
@@ -79,7 +88,7 @@ def grouped_matmul_wgrad(
   Raises:
     NotImplementedError: none of the implementations can.
   """
-  return _wgrad_beside(None, rows_CK, grad_CN, group_size_P, num_home, implementations)[0]
+  return _wgrad_beside(None, rows_CK, grad_CN, group_size_P, num_home, implementations, tunings)[0]
 
 
 class Hidden(NamedTuple):
@@ -115,6 +124,7 @@ def expert_forward(
   *,
   keep_hidden: bool = True,
   implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> ExpertOutput:
   """``wo(activation(rows wi_gate) * (rows wi_up))`` for each row by its slot's expert.
 
@@ -129,16 +139,22 @@ def expert_forward(
     activation: of the gate projection, elementwise.
     keep_hidden: return the projections too, which a kernel can otherwise leave unwritten.
     implementations: of the matmuls, to try in order.
+    tunings: how kernels are laid out.
   """
   arguments = rows_CD, home, replicas, group_size_P, activation
   candidates = {
-    "mosaic_gpu": lambda: _gated_kernel(*arguments, keep_hidden),
-    "portable": lambda: _gated(*arguments, implementations),
+    "mosaic_gpu": lambda: _gated_kernel(*arguments, keep_hidden, tunings),
+    "portable": lambda: _gated(*arguments, implementations, tunings),
   }
   # An activation or a shape that the fused kernel lacks may still suit the plain matmul's.
   inner_CF, hidden, copies = first_that_can((*implementations, "portable"), candidates)
   out_CD = grouped_matmul(
-    inner_CF, home.wo, copies.wo, group_size_P, implementations=implementations
+    inner_CF,
+    home.wo,
+    copies.wo,
+    group_size_P,
+    implementations=implementations,
+    tunings=tunings,
   )
   return ExpertOutput(out_CD, hidden if keep_hidden else None, copies)
 
@@ -150,13 +166,22 @@ def _gated_kernel(
   group_size_P: Array,
   activation: Activation,
   keep_hidden: bool,
+  tunings: Tunings,
 ) -> tuple[Array, Hidden | None, ExpertWeights]:
   arguments = group_size_P, activation
   homes = home.wi_gate, home.wi_up
+  operation, widths = "gated" if keep_hidden else "gated only", homes[0].shape[1:]
+  tuning = tunings.find(operation, *widths)
   if (copying := replicas.copying()) is None:
     copies = ExpertWeights(*replicas.copies())
     gated = gated_kernel.gated_matmul(
-      rows_CD, *homes, copies.wi_gate, copies.wi_up, *arguments, keep_hidden=keep_hidden
+      rows_CD,
+      *homes,
+      copies.wi_gate,
+      copies.wi_up,
+      *arguments,
+      keep_hidden=keep_hidden,
+      tuning=tuning,
     )
   else:
     gated, copies = gated_kernel.gated_beside(
@@ -166,6 +191,8 @@ def _gated_kernel(
       *homes,
       *arguments,
       keep_hidden=keep_hidden,
+      tuning=tunings.find(f"{operation} beside", *widths),
+      replica_tuning=tuning,
     )
   inner_CF, gate_CF, up_CF = gated
   hidden = None if gate_CF is None or up_CF is None else Hidden(gate_CF, up_CF)
@@ -179,9 +206,14 @@ def _gated(
   group_size_P: Array,
   activation: Activation,
   implementations: Implementations,
+  tunings: Tunings,
 ) -> tuple[Array, Hidden, ExpertWeights]:
   matmul = functools.partial(
-    grouped_matmul, rows_CD, group_size_P=group_size_P, implementations=implementations
+    grouped_matmul,
+    rows_CD,
+    group_size_P=group_size_P,
+    implementations=implementations,
+    tunings=tunings,
   )
   copies = ExpertWeights(*replicas.copies())
   hidden = Hidden(matmul(home.wi_gate, copies.wi_gate), matmul(home.wi_up, copies.wi_up))
@@ -208,6 +240,7 @@ def expert_backward(
   activation: Activation,
   *,
   implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> ExpertGrads:
   """The adjoint of ``gate * expert_forward(rows)``.
 
@@ -224,12 +257,14 @@ def expert_backward(
     group_size_P: rows per slot.
     activation: of the forward pass.
     implementations: of the matmuls, to try in order.
+    tunings: how kernels are laid out.
   """
   wgrad = functools.partial(
     _wgrad_beside,
     group_size_P=group_size_P,
     num_home=home.wo.shape[0],
     implementations=implementations,
+    tunings=tunings,
   )
   inner_CF, inner_vjp = jax.vjp(lambda hidden: _inner(hidden, activation), hidden)
   copying = replicas.copying()
@@ -245,6 +280,7 @@ def expert_backward(
     group_size_P,
     transpose_rhs=True,
     implementations=implementations,
+    tunings=tunings,
   )
   gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
   (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
@@ -255,7 +291,7 @@ def expert_backward(
   replica_grads = ExpertWeights(gate_replica, up_replica, wo_replica)
   reducing = replicas.reducing(replica_grads, home_grads)
   rows_grad_CD, sums = _rows_grad(
-    reducing, hidden_grad, home, replica, group_size_P, implementations
+    reducing, hidden_grad, home, replica, group_size_P, implementations, tunings
   )
   if reducing is None:
     sums = replicas.reduce(replica_grads, home_grads)
@@ -269,11 +305,14 @@ def _wgrad_beside(
   group_size_P: Array,
   num_home: int,
   implementations: Implementations,
+  tunings: Tunings,
 ) -> tuple[tuple[Array, Array], Any]:
   """Gradients to weights, and the result of a transfer."""
   arguments = rows_CK, grad_CN, group_size_P, num_home
+  operation = "wgrad" if transfer is None else "wgrad beside"
+  tuning = tunings.find(operation, rows_CK.shape[1], grad_CN.shape[1])
   candidates = {
-    "mosaic_gpu": lambda: wgrad_kernel.wgrad_beside(transfer, *arguments),
+    "mosaic_gpu": lambda: wgrad_kernel.wgrad_beside(transfer, *arguments, tuning=tuning),
     "portable": lambda: (tile_matmul.wgrad(*arguments), transfer and transfer.launch()),
   }
   return first_that_can(implementations, candidates)
@@ -286,9 +325,12 @@ def _rows_grad(
   replica: ExpertWeights,
   group_size_P: Array,
   implementations: Implementations,
+  tunings: Tunings,
 ) -> tuple[Array, Any]:
   """The gradient to the rows, through both projections, and the result of a transfer."""
   homes, replicas = (home.wi_gate, home.wi_up), (replica.wi_gate, replica.wi_up)
+  width, inner = home.wi_gate.shape[1:]
+  tuning = tunings.find("sum" if transfer is None else "sum beside", 2 * inner, width)
 
   def one_by_one() -> Array:
     return tile_matmul.matmul(
@@ -297,7 +339,7 @@ def _rows_grad(
 
   candidates = {
     "mosaic_gpu": lambda: kernel.sum_beside(
-      transfer, hidden_grad, homes, replicas, group_size_P, transpose_rhs=True
+      transfer, hidden_grad, homes, replicas, group_size_P, transpose_rhs=True, tuning=tuning
     ),
     "portable": lambda: (one_by_one(), transfer and transfer.launch()),
   }

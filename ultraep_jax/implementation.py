@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from pallas_kernels import support
+from pallas_kernels.tunings import UNTUNED, Tunings
 from ultraep_jax.config import Implementation
 
 Implementations = tuple[str, ...]
@@ -37,6 +38,17 @@ def why_portable() -> str | None:
   if device is not None and device.platform != "gpu":
     return f"the kernels need NVIDIA GPUs, these are {[device.device_kind]}"
   return support.why_unsupported(jax.devices())
+
+
+def resolve_tunings(tunings: Tunings | None, implementations: Implementations) -> Tunings:
+  """How to lay kernels out: as given, or by default as measured on devices such as these.
+
+  These are those of the current mesh, for which kernels are lowered, else the default ones.
+  """
+  if tunings is not None or "mosaic_gpu" not in implementations:
+    return tunings or UNTUNED
+  device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+  return Tunings.for_device(device.device_kind)
 
 
 def first_that_can[T](

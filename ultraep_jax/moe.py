@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.tunings import Tunings
 from ultraep_jax import (
   exchange,
   experts,
@@ -102,7 +103,13 @@ def moe(
   routing = _name(_Routing(plan.replica_expert, plan.parent, routes, rounds), PLAN_NAME)
   implementations = implementation.resolve(config.implementation)
   static = _Static(
-    axis_name, capacity, config.domain_size, activation, implementations, config.dispatch_dtype
+    axis_name,
+    capacity,
+    config.domain_size,
+    activation,
+    implementations,
+    config.dispatch_dtype,
+    implementation.resolve_tunings(config.tunings, implementations),
   )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
@@ -150,6 +157,7 @@ class _Static(NamedTuple):
   activation: Activation
   implementations: implementation.Implementations
   dispatch_dtype: DispatchDtype | None
+  tunings: Tunings
 
 
 class _Routing(NamedTuple):
@@ -243,6 +251,7 @@ def _backward(
       _round_sizes(static, routing, index),
       static.activation,
       implementations=static.implementations,
+      tunings=static.tunings,
     )
     round_total = _Grads(
       this.crossing.combine(grads.rows_CD, None), this.crossing.collect(grads.gate_C), grads.home
@@ -300,6 +309,7 @@ def _replicas(
     static.axis_name,
     static.domain_size,
     static.implementations,
+    static.tunings,
   )
 
 
@@ -321,6 +331,7 @@ def _run_round(
     width=x_TD.shape[1],
     dtype=x_TD.dtype,
     implementations=static.implementations,
+    tunings=static.tunings,
   )
   rows_CD = crossing.dispatch(x_TD, static.dispatch_dtype)
   gate_C = crossing.spread(gate_TK)
@@ -332,6 +343,7 @@ def _run_round(
     static.activation,
     keep_hidden=keep_hidden,
     implementations=static.implementations,
+    tunings=static.tunings,
   )
   return out, _Round(crossing, rows_CD, gate_C, out.hidden)
 

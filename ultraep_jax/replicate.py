@@ -13,6 +13,7 @@ import jax
 from pallas_kernels import reduce_replicas as reduce_kernel
 from pallas_kernels import replicate as replicate_kernel
 from pallas_kernels.tiles import Transfer, Tuning
+from pallas_kernels.tunings import UNTUNED, Tunings
 from ultraep_jax import ring_replicate
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array
@@ -26,6 +27,7 @@ def replicate[T](
   axis_name: str,
   domain_size: int | None = None,
   implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> T:
   """Fills every rank's replica slots with copies of their experts' arrays.
 
@@ -36,6 +38,7 @@ def replicate[T](
     axis_name: the expert mesh axis.
     domain_size: ranks per domain; copies stay inside. ``None``: all ranks.
     implementations: what to try, in order.
+    tunings: how kernels are laid out.
 
   Returns:
     The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included.
@@ -46,7 +49,13 @@ def replicate[T](
 
   def push() -> T:
     leaves, tree = jax.tree.flatten(home)
-    copies = replicate_kernel.replicate(leaves, replica_expert_GS, parent_GS, axis_name=axis_name)
+    copies = replicate_kernel.replicate(
+      leaves,
+      replica_expert_GS,
+      parent_GS,
+      axis_name=axis_name,
+      tuning=_tuning(tunings, "replicate", leaves),
+    )
     return jax.tree.unflatten(tree, copies)
 
   candidates = {
@@ -65,6 +74,7 @@ def reduce_replicas[T](
   axis_name: str,
   domain_size: int | None = None,
   implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> T:
   """Adds every replica slot's gradient to its expert's home gradient, in a fixed order.
 
@@ -76,6 +86,7 @@ def reduce_replicas[T](
     parent_GS: as for ``replicate``.
     domain_size: as for ``replicate``.
     implementations: as for ``replicate``.
+    tunings: as for ``replicate``.
 
   Returns:
     The home gradients with all replicas' added.
@@ -87,7 +98,12 @@ def reduce_replicas[T](
   def push() -> T:
     leaves, tree = jax.tree.flatten(home)
     sums = reduce_kernel.reduce_replicas(
-      jax.tree.leaves(replica), leaves, replica_expert_GS, parent_GS, axis_name=axis_name
+      jax.tree.leaves(replica),
+      leaves,
+      replica_expert_GS,
+      parent_GS,
+      axis_name=axis_name,
+      tuning=_tuning(tunings, "reduce", leaves),
     )
     return jax.tree.unflatten(tree, sums)
 
@@ -114,6 +130,7 @@ class Replicas:
     axis_name: the expert mesh axis.
     domain_size: ranks per domain; ``None``: all.
     implementations: what to try, in order.
+    tunings: how kernels are laid out.
     known: the copies, once they are there.
   """
 
@@ -123,6 +140,7 @@ class Replicas:
   axis_name: str
   domain_size: int | None
   implementations: Implementations
+  tunings: Tunings
   known: Any = None
 
   def copies(self) -> Any:
@@ -136,6 +154,7 @@ class Replicas:
       axis_name=self.axis_name,
       domain_size=self.domain_size,
       implementations=self.implementations,
+      tunings=self.tunings,
     )
 
   def copying(self) -> Transfer | None:
@@ -151,7 +170,7 @@ class Replicas:
           self.replica_expert_GS,
           self.parent_GS,
           axis_name=self.axis_name,
-          tuning=_COPYING,
+          tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
         ),
         tree.unflatten,
       )
@@ -169,6 +188,7 @@ class Replicas:
       axis_name=self.axis_name,
       domain_size=self.domain_size,
       implementations=self.implementations,
+      tunings=self.tunings,
     )
 
   def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None:
@@ -183,7 +203,7 @@ class Replicas:
           self.replica_expert_GS,
           self.parent_GS,
           axis_name=self.axis_name,
-          tuning=_REDUCING,
+          tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
         ),
         tree.unflatten,
       )
@@ -193,8 +213,14 @@ class Replicas:
 
 
 # Beside a matmul there is time: few SMs with large tiles. Three workers, as its kernels have.
-_COPYING = Tuning(blocks=12, workers=3, tile_bytes=16 * 1024)
-_REDUCING = Tuning(blocks=16, workers=3, tile_bytes=32 * 1024)
+COPYING = Tuning(blocks=12, workers=3, tile_bytes=16 * 1024)
+REDUCING = Tuning(blocks=16, workers=3, tile_bytes=32 * 1024)
+
+
+def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
+  """By the bytes of an expert."""
+  sizes = (leaf[0].size * leaf.dtype.itemsize for leaf in leaves)
+  return tunings.find(operation, max(sum(sizes), 1))
 
 
 def _mapped(transfer: Transfer | None, function: Callable[[Any], Any]) -> Transfer | None:

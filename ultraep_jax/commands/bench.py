@@ -27,6 +27,7 @@ MEASUREMENTS = (
   "reduce",
   "replicate",
   "stress",
+  "tune",
 )
 
 
