@@ -95,7 +95,7 @@ def kernel_times(run: Callable[[], Any], calls: int = 1) -> dict[str, float]:
   Kernels that differ by a number at the end of their name only are added up.
   """
   jax.block_until_ready(run())
-  devices = device_events(run)
+  devices = [events for events in device_events(run) if events]  # other processes' have none
   total: dict[str, float] = collections.defaultdict(float)
   for event in itertools.chain(*devices):
     total[_base_name(event.name)] += event.duration_ns / 1e3
