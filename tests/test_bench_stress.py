@@ -144,7 +144,7 @@ def test_kernels_lower_for_gpus(name, ranks):
 
 
 @pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("what", ["layer", "train"])
+@pytest.mark.parametrize("what", ["layer", "scan", "train"])
 def test_layers_lower_for_gpus(data, what):
   """At full size, no operation of the layer is left to the portable implementation."""
   layer = stress_layer.Problem.make(jax.devices()[:4], data, 1, 0)
@@ -152,6 +152,11 @@ def test_layers_lower_for_gpus(data, what):
     batch = layer.batch()
     traced = stress_layer.value_and_grads(layer, "mosaic_gpu").trace(
       batch, layer.weights(jnp.bfloat16), batch.x
+    )
+  elif what == "scan":
+    batch = jax.tree.map(lambda leaf: leaf[0], layer.batch(1, 2))
+    traced = stress_layer.one_round(layer, "mosaic_gpu").trace(
+      layer.weights(jnp.bfloat16, 2), batch
     )
   else:
     traced = stress_layer.update_step(layer, "mosaic_gpu").trace(

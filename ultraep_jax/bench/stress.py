@@ -1,9 +1,9 @@
 """Shows that the kernels move no wrong byte and never hang, in thousands of random transfers.
 
 Run on every GPU of a host: ``python -m ultraep_jax bench stress``. Every repetition has a plan or
-routes and data of its own and is checked on the devices; then the whole layer and training steps
-are compared with the portable ones. Exits with status 1 if anything is wrong. A hang can only be
-seen from outside: the last line says which part it is in.
+routes and data of its own and is checked on the devices; then the whole layer, layers in a scan
+and training steps are compared with the portable ones. Exits with status 1 if anything is wrong. A
+hang can only be seen from outside: the last line says which part it is in.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.bench.stress_operations import Operations
 from ultraep_jax.config import Implementation
 
-PARTS = (*stress_transfers.CHECKS, "layer", "train")
+_LAYERS = {"layer": stress_layer.layer, "scan": stress_layer.scan, "train": stress_layer.train}
+PARTS = (*stress_transfers.CHECKS, *_LAYERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None
       found = stress_transfers.stress(part, operations, problem, args.repetitions)
     else:
       print(f"{part}: implementations {implementation.resolve(args.implementation)}", flush=True)
-      compare = stress_layer.layer if part == "layer" else stress_layer.train
+      compare = _LAYERS[part]
       found = compare(devices, args.scale, args.seed, args.implementation, _say(part))
     wrong += (f"{part}: {text}" for text in found)
     end = "WRONG" if found else "correct"

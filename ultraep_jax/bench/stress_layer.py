@@ -4,6 +4,8 @@ Where a mesh has two ``data`` groups, one group's loads need several rounds and 
 """
 
 import concurrent.futures
+import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -171,6 +173,51 @@ def value_and_grads(problem: Problem, implementation: Implementation) -> Any:
   return jax.jit(run)
 
 
+def scan(
+  devices: Sequence[Any], scale: int, seed: int, implementation: Implementation, say: Say
+) -> list[str]:
+  """Compares layers in a scan, whose bfloat16 weights are slices of what it goes through.
+
+  With room for all rows there is one round and nothing else reads the weights: XLA hands the
+  slices to kernels without a copy, and wraps these for it.
+  """
+  problem = Problem.make(devices, 1, scale, seed)
+  batch = jax.tree.map(lambda leaf: leaf[0], problem.batch(1, _LAYERS))
+  arguments = problem.weights(jnp.bfloat16, _LAYERS), batch
+  implementations: tuple[Implementation, ...] = (implementation, "portable")
+  calls = [(one_round(problem, chosen), arguments) for chosen in implementations]
+  results = [
+    processes.gather(run(*arguments))
+    for run, (_, arguments) in zip(_compiled(calls, say), calls, strict=True)
+  ]
+  stats: LayerStats = results[0][1]
+  say(f"mesh {problem.groups_and_ranks}: {stats.replicas.ravel().tolist()} copies a layer")
+  found = compare(*results)
+  if len(devices) > 1 and not (stats.replicas > 0).all():
+    found.append(f"expected copies in every layer, got {stats.replicas.tolist()}")
+  return found
+
+
+def one_round(problem: Problem, implementation: Implementation) -> Any:
+  """A jitted ``(weights, batch) -> x, statistics`` with room for all rows of all ranks."""
+  room = float(problem.groups_and_ranks[1])
+  config = dataclasses.replace(problem.config(implementation), capacity_factor=room)
+  return jax.jit(functools.partial(apply_layers, problem.mesh, config))
+
+
+def apply_layers(
+  mesh: jax.sharding.Mesh, config: BalanceConfig, weights: ExpertWeights, batch: Batch
+) -> tuple[Array, LayerStats]:
+  """Residual layers in a scan, and the statistics of each."""
+
+  @jax.checkpoint
+  def block(x: Array, layer: Any) -> tuple[Array, LayerStats]:
+    y, stats = sharded_moe(x, *layer, config=config, mesh=mesh)
+    return x + y, stats
+
+  return lax.scan(block, batch.x, (batch.index, batch.gate, weights))
+
+
 def train(
   devices: Sequence[Any], scale: int, seed: int, implementation: Implementation, say: Say
 ) -> list[str]:
@@ -198,12 +245,7 @@ def update_step(problem: Problem, implementation: Implementation) -> Any:
   config = problem.config(implementation)
 
   def loss(weights: ExpertWeights, batch: Batch) -> tuple[Array, LayerStats]:
-    @jax.checkpoint
-    def block(x: Array, layer: Any) -> tuple[Array, LayerStats]:
-      y, stats = sharded_moe(x, *layer, config=config, mesh=problem.mesh)
-      return x + y, stats
-
-    x, stats = lax.scan(block, batch.x, (batch.index, batch.gate, weights))
+    x, stats = apply_layers(problem.mesh, config, weights, batch)
     return jnp.mean(jnp.square(x.astype(jnp.float32))), stats
 
   def step(weights: ExpertWeights, batches: Batch) -> tuple[ExpertWeights, Array, LayerStats]:
