@@ -214,6 +214,7 @@ def test_strategies_have_the_same_parameters_and_arrivals(tmp_path, capsys):
   assert prefill.main([*flags.split(), "--json", str(path), "--plot", str(figure)]) == 0
   results = json.loads(path.read_text())
   points = results["points"]
+  assert results["same_first_tokens"] > 0.98
   assert [p["order"] for p in points] == list(range(len(points)))
   assert [p["strategy"] for p in points[:6]] == ["none", "quota", "ideal", "quota", "ideal", "none"]
   for rate in (20.0, 60.0):

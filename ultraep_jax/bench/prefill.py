@@ -37,6 +37,7 @@ from ultraep_jax.serve.metrics import imbalance
 from ultraep_jax.types import LayerStats
 
 STRATEGIES = ("none", "quota", "ideal")
+_COMPARED = 64  # requests whose first tokens are compared
 _PROBED = 4  # batches whose loads are looked at before
 _POOL = 4096  # prompts, gone through again where more arrive
 
@@ -236,6 +237,8 @@ class Bench:
         f"{name}: {point.tokens_per_second:.0f} tokens/s, {point.requests_per_second:.3g} "
         f"requests/s with {count} requests at once, padding {point.padding_share:.1%}"
       )
+    if not self._agree():
+      return 1
     most = max(row["requests_per_second"] for row in self.results["saturated"].values())
     for i, rate in enumerate(args.rates or [most * share for share in args.shares]):
       turn = i % len(args.strategies)
@@ -245,6 +248,22 @@ class Bench:
       self._limit(name)
     self._finish()
     return 0
+
+  def _agree(self) -> bool:
+    """Whether engines that compute the same give most requests the same first token.
+
+    Not all: where experts run decides how sums round, and random weights make close calls.
+    """
+    names = [name for name in self.args.strategies if name != "ideal"]
+    asked = self.prompts[:_COMPARED]
+    tokens = []
+    for name in names:
+      futures = [self.engines[name].submit(prompt) for prompt in asked]
+      tokens.append([future.result().token for future in futures])
+    same = float(np.mean([len(set(each)) == 1 for each in zip(*tokens, strict=True)] or [1.0]))
+    self.results["same_first_tokens"] = same
+    self.say(f"{', '.join(names)}: {same:.1%} of {len(asked)} first tokens are the same")
+    return same > 0.5
 
   def soak(self) -> int:
     """Every strategy's engine in turn."""
