@@ -21,7 +21,7 @@ from pallas_kernels.replicate import replicate, replication
 from pallas_kernels.tiles import Tuning
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
-from ultraep_jax.bench.layer_problem import SHAPES
+from ultraep_jax.bench.layer_problem import SHAPES, random_normal
 from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.bench.transfers import open_mesh, tunings_of
 from ultraep_jax.config import BalanceConfig
@@ -30,6 +30,7 @@ from ultraep_jax.types import Array
 
 _HOME, _SLOTS, _TOKENS = 16, 2, 8192  # experts and replica slots of a rank, its tokens
 _CAPACITY_FACTOR = 1.0625
+_SCALE = 0.02  # of rows and weights
 
 Call = Callable[..., Any]
 
@@ -93,21 +94,13 @@ def random_arrays(
   mesh: jax.sharding.Mesh, capacity: int, width: int, inner: int
 ) -> tuple[Array, Array, Array, Array]:
   """Rows, and the three matrices of every home expert."""
-
-  def normal(seed: int, *sizes: int) -> Array:
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
-    def make(key: Array) -> Array:
-      return (0.02 * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
-
-    return make(jax.random.key(seed))
-
   experts = mesh.size * _HOME
   projection = experts, width, inner
   return (
-    normal(0, mesh.size * capacity, width),
-    normal(1, *projection),
-    normal(2, *projection),
-    normal(3, experts, inner, width),
+    random_normal(mesh, 0, _SCALE, mesh.size * capacity, width),
+    random_normal(mesh, 1, _SCALE, *projection),
+    random_normal(mesh, 2, _SCALE, *projection),
+    random_normal(mesh, 3, _SCALE, experts, inner, width),
   )
 
 

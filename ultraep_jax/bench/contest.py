@@ -132,12 +132,12 @@ def _jobs(contest: Contest) -> Iterator[tuple[str, Callable[[], Compiled]]]:
     compiled = {name: lowered.compile(compiler_options=options)}
     if name == contest.reference:
       results = _sharded(contest, lowered.out_info)
-      compiled[_DISTANCE] = jax.jit(distance).lower(results, results, shapes[1]).compile()
+      compiled[_DISTANCE] = jax.jit(farthest).lower(results, results, shapes[1]).compile()
     return compiled
 
-  def distance(got: Any, wanted: Any, rest: Any) -> Array:
+  def farthest(got: Any, wanted: Any, rest: Any) -> Array:
     pairs = zip(*(jax.tree.leaves(contest.used(x, rest)) for x in (got, wanted)), strict=True)
-    return jnp.max(jnp.stack([_distance(*pair) for pair in pairs]))
+    return jnp.max(jnp.stack([distance(*pair) for pair in pairs]))
 
   make = jax.jit(contest.make, out_shardings=contest.sharding)
   yield _MAKE, lambda: {_MAKE: make.lower().compile()}
@@ -155,12 +155,12 @@ def _sharded(contest: Contest, tree: Any) -> Any:
   )
 
 
-def _distance(got: Array, wanted: Array) -> Array:
-  """Relative, and infinite if a number is none; absolute if all should be zero."""
+def distance(got: Array, wanted: Array) -> Array:
+  """Relative, ``[]``, and infinite if a number is none; absolute if all should be zero."""
   got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
   gap, norm = jnp.linalg.norm(jnp.ravel(got - wanted)), jnp.linalg.norm(jnp.ravel(wanted))
-  distance = jnp.where(norm > 0, gap / jnp.where(norm > 0, norm, 1), gap)
-  return jnp.where(jnp.isnan(distance), jnp.inf, distance)
+  relative = jnp.where(norm > 0, gap / jnp.where(norm > 0, norm, 1), gap)
+  return jnp.where(jnp.isnan(relative), jnp.inf, relative)
 
 
 def _run(contest: Contest, compiled: Compiled, pace: Pace) -> Outcome:

@@ -21,6 +21,7 @@ from pallas_kernels.combine import combine
 from pallas_kernels.dispatch import dispatch, dispatch_scaled
 from ultraep_jax import block_exchange, processes, push_exchange, wire
 from ultraep_jax.bench import timing
+from ultraep_jax.bench.transfers import open_mesh
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array, Routes
 
@@ -49,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-  print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
+  mesh = open_mesh()
   if "check" in args.what:
     check(mesh, args.cases, args.dispatch_dtype)
   if "time" in args.what:

@@ -84,6 +84,7 @@ _sum = jax.jit(grouped_matmul_sum, static_argnames="transpose_rhs")
 _gated = jax.jit(functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=True))
 _split = jax.jit(functools.partial(gated_split, keep_hidden=True))
 _wgrad = jax.jit(grouped_matmul_wgrad, static_argnums=3)
+_distance = jax.jit(contest.distance)
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
@@ -121,9 +122,9 @@ def _check_case(
   expected, expected_grad = _expected(rows, grad, weights, one_hot, transpose)
   home, replica = weights[:num_home], weights[num_home:]
   out = _forward(rows, home, replica, group_size, transpose_rhs=transpose)
-  errors = {"product": distance(out[:used], expected[:used])}
+  errors: dict[str, Array | float] = {"product": _distance(out[:used], expected[:used])}
   twice = _sum([rows] * 2, [home] * 2, [replica] * 2, group_size, transpose_rhs=transpose)
-  errors["sum"] = distance(twice[:used], 2 * expected[:used])
+  errors["sum"] = _distance(twice[:used], 2 * expected[:used])
   if not transpose:
     operands = rows, home, home, replica, replica, group_size
     inner, gate, up = (x[:used] for x in _gated(*operands))
@@ -131,13 +132,13 @@ def _check_case(
       apart = _split(*operands)
       same = zip(apart, (inner, gate, up), strict=True)
       errors["split"] = float(any(jnp.any(x[:used] != y) for x, y in same))
-    errors["gated"] = max(distance(x, expected[:used]) for x in (gate, up))
+    errors["gated"] = max(float(_distance(x, expected[:used])) for x in (gate, up))
     gate = gate.astype(jnp.float32)
-    errors["inner"] = distance(inner, jax.nn.silu(gate) * gate)
+    errors["inner"] = _distance(inner, jax.nn.silu(gate) * gate)
   if depth % 128 == 0:
     got = jnp.concatenate(_wgrad(rows, grad, group_size, num_home))
-    errors["wgrad"] = distance(got, expected_grad)
-  return errors
+    errors["wgrad"] = _distance(got, expected_grad)
+  return {name: float(error) for name, error in errors.items()}
 
 
 # --- fast -------------------------------------------------------------------------------------
@@ -173,17 +174,6 @@ def report(problem: Problem, outcome: contest.Outcome) -> None:
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:
   return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-
-@jax.jit
-def _norms(x: Array, expected: Array) -> tuple[Array, Array]:
-  return jnp.linalg.norm(x.astype(jnp.float32) - expected), jnp.linalg.norm(expected)
-
-
-def distance(x: Array, expected: Array) -> float:
-  """Relative, NaN counted as infinite; zero if there is nothing to compare."""
-  gap, norm = map(float, _norms(x, expected))
-  return gap if norm == 0 else float(np.nan_to_num(gap / norm, nan=np.inf))
 
 
 if __name__ == "__main__":

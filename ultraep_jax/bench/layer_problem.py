@@ -42,6 +42,16 @@ def scaled(name: str, args: argparse.Namespace) -> Shape:
   return Shape(shape.width // args.scale, shape.inner // args.scale, args.top_k or shape.top_k)
 
 
+def random_normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Array:
+  """bfloat16, the leading axis over the ranks, each of which makes its own part."""
+
+  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
+  def make_array(key: Array) -> Array:
+    return (scale * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
+
+  return make_array(jax.random.key(seed))
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrays:
   """What all loads of a shape share, sharded."""
@@ -56,13 +66,7 @@ class Arrays:
     ranks, width, inner = mesh.size, shape.width, shape.inner
     experts = args.experts or 16 * ranks
 
-    def normal(seed: int, scale: float, *sizes: int) -> Array:
-      @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
-      def make_array(key: Array) -> Array:
-        return (scale * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
-
-      return make_array(jax.random.key(seed))
-
+    normal = functools.partial(random_normal, mesh)
     weights = ExpertWeights(
       normal(1, width**-0.5, experts, width, inner),
       normal(2, width**-0.5, experts, width, inner),

@@ -20,8 +20,8 @@ from ultraep_jax.bench.portable import AXIS
 from ultraep_jax.bench.stress_operations import Operations
 from ultraep_jax.config import Implementation
 
-_LAYERS = {"layer": stress_layer.layer, "scan": stress_layer.scan, "train": stress_layer.train}
-PARTS = (*stress_transfers.CHECKS, *_LAYERS)
+_COMPARISONS = {"layer": stress_layer.layer, "scan": stress_layer.scan, "train": stress_layer.train}
+PARTS = (*stress_transfers.CHECKS, *_COMPARISONS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None
       found = stress_transfers.stress(part, operations, problem, args.repetitions)
     else:
       print(f"{part}: implementations {implementation.resolve(args.implementation)}", flush=True)
-      compare = _LAYERS[part]
+      compare = _COMPARISONS[part]
       found = compare(devices, args.scale, args.seed, args.implementation, _say(part))
     wrong += (f"{part}: {text}" for text in found)
     end = "WRONG" if found else "correct"

@@ -75,6 +75,27 @@ def contest(
   return _weights(title, operation, problem, tunings, mesh)
 
 
+def _over_ranks(
+  title: str,
+  make: Callable[[], Any],
+  program: Callable[[Any], Program],
+  tunings: Mapping[str, tiles.Tuning],
+  only_used: Callable[[Any, Any], Any],
+  mesh: jax.sharding.Mesh,
+  most_error: float,
+) -> Contest:
+  """Of a program's tunings, of which the first is right."""
+  return Contest(
+    title,
+    make,
+    {label: program(tuning) for label, tuning in tunings.items()},
+    next(iter(tunings)),
+    only_used,
+    sharding=NamedSharding(mesh, P(AXIS)),
+    most_error=most_error,
+  )
+
+
 def _on_ranks(function: Callable[..., Any], mesh: jax.sharding.Mesh) -> Program:
   return jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
 
@@ -128,15 +149,8 @@ def _exchange(
     mine = jnp.arange(capacity)[None, :] < used[:, None]
     return jnp.where(mine[:, :, None], results[1], 0)
 
-  return Contest(
-    title,
-    make,
-    {label: program(tuning) for label, tuning in tunings.items()},
-    next(iter(tunings)),
-    only_used,
-    sharding=NamedSharding(mesh, P(AXIS)),
-    most_error=1e-3 if operation == "combine" else 0.0,
-  )
+  most_error = 1e-3 if operation == "combine" else 0.0
+  return _over_ranks(title, make, program, tunings, only_used, mesh, most_error)
 
 
 # --- weights and their gradients -------------------------------------------------------------
@@ -212,12 +226,4 @@ def _weights(
     rows = jnp.arange(problem.rows) < int(matmul.sizes.sum())
     return first, jnp.where(jnp.tile(rows, ranks)[:, None], others, 0)
 
-  return Contest(
-    title,
-    make,
-    {label: program(tuning) for label, tuning in tunings.items()},
-    next(iter(tunings)),
-    only_used,
-    sharding=NamedSharding(mesh, P(AXIS)),
-    most_error=1e-6,
-  )
+  return _over_ranks(title, make, program, tunings, only_used, mesh, most_error=1e-6)
