@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import chunks, support, varying
 from pallas_kernels import tiles as tiling
+from pallas_kernels.branches import cond, when
 from pallas_kernels.chunks import Deal, Tuning
 
 Array = jax.Array
@@ -134,7 +135,7 @@ def _kernel(
 
     def add(k: Array, sum_D: Array) -> Array:
       entry = assignment(token, k)
-      return lax.cond(entry >= 0, lambda: sum_D + term(k, entry), lambda: sum_D)
+      return cond(entry >= 0, lambda: sum_D + term(k, entry), lambda: sum_D)
 
     return lax.fori_loop(0, deal.top_k, add, jnp.zeros(length, jnp.float32))
 
@@ -172,7 +173,7 @@ def _kernel(
 
       @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
       def _(token: Array, send_token: Callable[..., None] = send_token) -> None:
-        pl.when(has_any(token))(lambda: send_token(token))
+        when(has_any(token))(lambda: send_token(token))
 
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
     for index in range(num_ranks):
@@ -189,7 +190,7 @@ def _kernel(
     def _(token: Array) -> None:
       place = chunk * deal.chunk + token
 
-      @pl.when(place < deal.tokens)
+      @when(place < deal.tokens)
       def _() -> None:
         for start, length in parts:
 
@@ -201,7 +202,7 @@ def _kernel(
   @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
   def _(step: Array) -> None:
     send_chunk(step)
-    pl.when(step > 0)(lambda: add_chunk(step - 1))
+    when(step > 0)(lambda: add_chunk(step - 1))
 
   add_chunk(jnp.int32(deal.steps - 1))
 

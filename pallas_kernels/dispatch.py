@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import chunks, support, varying
 from pallas_kernels import tiles as tiling
+from pallas_kernels.branches import one_if, when
 from pallas_kernels.chunks import Deal, Tuning
 from pallas_kernels.tiles import Tiles
 
@@ -260,7 +261,7 @@ def _kernel(
         def _(k: Array) -> None:
           code = assignment(token, k)
 
-          @pl.when(code >= 0)
+          @when(code >= 0)
           def _() -> None:
             rank, row = lax.div(code, jnp.int32(capacity)), lax.rem(code, jnp.int32(capacity))
             device: Any = {axis_name: rank}  # a type that remote_ref takes and does not declare
@@ -269,7 +270,7 @@ def _kernel(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-      pl.when(wanted >= 0)(lambda: each_tile(send_tile))
+      when(wanted >= 0)(lambda: each_tile(send_tile))
 
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
     for index in peers:
@@ -289,7 +290,7 @@ def _kernel(
           first, count = found
           row = assignment(token, k)
           first = jnp.where((first < 0) & (row >= 0), row, first)
-          return first, count + (row >= 0).astype(jnp.int32)
+          return first, count + one_if(row >= 0)
 
         first, count = lax.fori_loop(0, deal.top_k, find, (jnp.int32(-1), jnp.int32(0)))
 
@@ -305,18 +306,18 @@ def _kernel(
           def _(k: Array) -> None:
             row = assignment(token, k)
 
-            @pl.when((row >= 0) & (row != skipped))
+            @when((row >= 0) & (row != skipped))
             def _() -> None:
               plgpu.copy_smem_to_gmem(buffer, target.at[row, part])
 
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        pl.when(count > (0 if scaled else 1))(lambda: each_tile(spread_tile))
+        when(count > (0 if scaled else 1))(lambda: each_tile(spread_tile))
 
   @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
   def _(step: Array) -> None:
     send_chunk(step)
-    pl.when(step > 0)(lambda: spread_chunk(step - 1))
+    when(step > 0)(lambda: spread_chunk(step - 1))
 
   spread_chunk(jnp.int32(deal.steps - 1))
   plgpu.wait_smem_to_gmem(0)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_pipeline as pipeline
+from pallas_kernels.branches import when
 from pallas_kernels.matmul_pipeline import DEPTH, Array, Ring, Tile, Tuning, Work
 from pallas_kernels.tiles import Transfer
 
@@ -221,7 +222,7 @@ def _body(
       """Zeroes the rows of other groups, which may be NaN, in both operands."""
       first, behind = begin - k * DEPTH, end - k * DEPTH
 
-      @pl.when((first > 0) | (behind < DEPTH))
+      @when((first > 0) | (behind < DEPTH))
       def _() -> None:
         for operand in (lhs.at[stage, 0], rhs.at[stage]):
           row = plgpu.broadcasted_iota(jnp.int32, operand.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -245,8 +246,8 @@ def _body(
       rows = pl.ds(out_row + strip * tile.strip, tile.strip)
       out[slot, rows, pl.ds(out_col, tile.cols)] = product
 
-    pl.when(slot < num_home)(lambda: store(outs[0], slot))
-    pl.when(slot >= num_home)(lambda: store(outs[-1], slot - num_home))
+    when(slot < num_home)(lambda: store(outs[0], slot))
+    when(slot >= num_home)(lambda: store(outs[-1], slot - num_home))
 
   num_tiles = table.shape[1] * slot_tiles
   pipeline.persist(num_tiles, describe, load, compute, ring, tile, tuning)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles, varying
+from pallas_kernels.branches import when
 from pallas_kernels.tiles import Transfer
 
 Array = jax.Array
@@ -154,7 +155,7 @@ class Ring:
   def acquire(self, step: Array, owner: Array) -> tuple[Array, Any]:
     """The stage to load and the barrier that loads arrive on, once its last use is over."""
     stage = self.stage(step)
-    pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+    when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
     return stage, self._full(owner, stage)
 
   def finish(self, steps: Array) -> None:
@@ -194,7 +195,7 @@ class Ring:
       wgmma(stage)
       other()
       plgpu.wgmma_wait(1)
-      pl.when(jnp.int32(k) > 0)(
+      when(jnp.int32(k) > 0)(
         lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + k - 1)])
       )
 
@@ -202,7 +203,7 @@ class Ring:
       step(k, other)
     lax.fori_loop(len(meanwhile), count, lambda k, _: step(k), None)
     plgpu.wgmma_wait(0)
-    pl.when(count > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + count - 1)]))
+    when(count > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + count - 1)]))
 
   def skip(self, owner: Array, first: Array, count: Array | int) -> None:
     """Gives ``count`` stages back unused."""
@@ -276,16 +277,16 @@ def persist(
   def compute_mine(work: Work, before: Array, owner: Array, state: Any) -> Any:
     if together:
       return compute(work, before, owner, state)
-    pl.when(owner == group)(lambda: compute(work, before, owner, None))
+    when(owner == group)(lambda: compute(work, before, owner, None))
     return None
 
-  @pl.when(group < _MULTIPLYING)
+  @when(group < _MULTIPLYING)
   def _() -> None:
     plgpu.set_max_registers(240, action="increase")
     flush(run(compute_mine, pending())[1])
     plgpu.wait_smem_to_gmem(0)  # landed: the kernel may be part of one that peers take part in
 
-  @pl.when(group == _MULTIPLYING)
+  @when(group == _MULTIPLYING)
   def _() -> None:
     plgpu.set_max_registers(24, action="decrease")
     ring.finish(run(lambda work, before, owner, _: load(work, before, owner), None)[0])
@@ -410,8 +411,8 @@ def launch(
       body(inputs, outs, views, full, free)
       return
     block = lax.axis_index(_BLOCK_AXIS)
-    pl.when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers))
-    pl.when(block >= riding)(lambda: body(inputs, outs, views, full, free))
+    when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers))
+    when(block >= riding)(lambda: body(inputs, outs, views, full, free))
 
   kernel = plgpu.kernel(
     both,

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import plan_exact, plan_greedy, plan_tables
+from pallas_kernels.branches import when
 from pallas_kernels.plan_tables import PROBES, Outcome, Problem, Tables, rank_loads
 from pallas_kernels.warps import (
   INT32_MAX,
@@ -63,7 +64,7 @@ def kernel(
   block, domain = lax.axis_index(BLOCK_AXIS), lax.axis_index(DOMAIN_AXIS)
   plan_tables.sum_sources(load_ref, table, domain, problem)
 
-  @pl.when(block == 0)
+  @when(block == 0)
   def _() -> None:
     for start, _ in chunks(problem.domain_experts):
       first = domain * padded(problem.domain_experts) + start
@@ -78,7 +79,7 @@ def kernel(
     index = domain * problem.blocks + block
     _report(value, outcome, table.best, report_ref, slots_ref, index, problem)
 
-  @pl.when(block < problem.probe_blocks)
+  @when(block < problem.probe_blocks)
   def _() -> None:
     load, _ = rank_loads(table, problem)
     total = over(warp_sum, load)
@@ -88,7 +89,7 @@ def kernel(
 
   if problem.constructs:
 
-    @pl.when(block == problem.probe_blocks)
+    @when(block == problem.probe_blocks)
     def _() -> None:
       load, _ = rank_loads(table, problem)
       total = over(warp_sum, load)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import plan_probes, plan_tree
+from pallas_kernels.branches import when
 from pallas_kernels.plan_members import Vectors
 from pallas_kernels.plan_probes import (
   BLOCK_AXIS,
@@ -233,7 +234,7 @@ def _place(
   _choose(report_ref, best_ref, problem)
   _gather_slots(slots_ref, best_ref, vector.expert, tokens_ref, problem)
 
-  @pl.when(block == 0)
+  @when(block == 0)
   def _() -> None:
     (plan_tree.relayed if relays else plan_tree.direct)(vector, problem)
     items = problem.num_ranks * problem.num_slots
@@ -241,7 +242,7 @@ def _place(
       store(expert_ref, i, lookup(vector.expert, i), ones(i < items))
       store(parent_ref, i, lookup(vector.parent, i), ones(i < items))
 
-  @pl.when(block > 0)
+  @when(block > 0)
   def _() -> None:
     first = (block - 1) * (_PIECES * THREADS)
     _write_quotas(first, total_ref, vector.expert, tokens_ref, home_ref, quota_ref, problem)

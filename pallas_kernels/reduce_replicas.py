@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles as tiling
 from pallas_kernels import trees, varying
+from pallas_kernels.branches import one_if, when
 from pallas_kernels.tiles import Tiles, Transfer, Tuning
 from pallas_kernels.trees import Trees
 
@@ -240,7 +241,7 @@ def _kernel(
 
   def place(child: Array, parent: Array) -> Array:
     """Where a slot's tiles lie in the inbox of its parent, which has none for its own slots."""
-    return child - num_slots * (child >= parent * num_slots).astype(jnp.int32)
+    return child - num_slots * one_if(child >= parent * num_slots)
 
   def add_all(step: Array, begin: Array, end: Array, length: int) -> None:
     """Adds the tiles of children to the own one."""
@@ -261,7 +262,7 @@ def _kernel(
         own_buffer[unit] = own_buffer[unit] + sent_buffer[unit]
       plgpu.commit_smem()  # before the buffers are loaded to and stored from
 
-      @pl.when(step + _INBOX < num_tiles)
+      @when(step + _INBOX < num_tiles)
       def _() -> None:
         sender = device(lax.div(child, num_slots))
         pl.semaphore_signal(acknowledged.at[lax.rem(child, num_slots)], device_id=sender)
@@ -271,7 +272,7 @@ def _kernel(
     there = place(rank * num_slots + slot, parent)
     peer, part = device(parent), pl.ds(0, length)
 
-    @pl.when(step >= _INBOX)
+    @when(step >= _INBOX)
     def _() -> None:
       pl.semaphore_wait(acknowledged.at[slot])
 
@@ -286,23 +287,23 @@ def _kernel(
     slot, step = source - num_home, each.step(offset, num_workers)
     part, buffer = pl.ds(offset, each.length), own_buffer.at[pl.ds(0, each.length)]
 
-    @pl.when(slot < 0)
+    @when(slot < 0)
     def _() -> None:
       load(sum_refs[each.array].at[source, part], buffer, own_loaded)
 
-    @pl.when(slot >= 0)
+    @when(slot >= 0)
     def _() -> None:
       load(replica_refs[each.array].at[slot, part], buffer, own_loaded)
 
     plgpu.barrier_wait(own_loaded)
     add_all(step, begin, end, each.length)
 
-    @pl.when(slot < 0)
+    @when(slot < 0)
     def _() -> None:
       plgpu.copy_smem_to_gmem(buffer, sum_refs[each.array].at[source, part])
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(slot >= 0)
+    @when(slot >= 0)
     def _() -> None:
       send(step, slot, parent, each.length)
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles as tiling
 from pallas_kernels import trees, varying
+from pallas_kernels.branches import when
 from pallas_kernels.tiles import Tiles, Transfer, Tuning
 from pallas_kernels.trees import Trees
 
@@ -208,11 +209,11 @@ def _kernel(
     source = copy_field(begin, _Fields.SOURCE)
     relayed_end, end = (copy_field(begin, f) for f in (_Fields.RELAYED_END, _Fields.END))
 
-    @pl.when(source < num_home)
+    @when(source < num_home)
     def _() -> None:
       load(home_ref.at[source, part], buffer)
 
-    @pl.when(source >= num_home)
+    @when(source >= num_home)
     def _() -> None:
       pl.semaphore_wait(landed.at[source - num_home])
       load(replica_ref.at[source - num_home, part], buffer)
@@ -224,12 +225,12 @@ def _kernel(
       rank, slot = child(index)
       plgpu.copy_smem_to_gmem(buffer, plgpu.remote_ref(replica_ref, rank).at[slot, part])
 
-    @pl.when(relayed_end > begin)
+    @when(relayed_end > begin)
     def _() -> None:
       plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
       pl.loop(begin, relayed_end)(announce)
 
-    @pl.when(relayed_end == begin)
+    @when(relayed_end == begin)
     def _() -> None:
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -247,12 +248,12 @@ def _kernel(
 
   @pl.loop(jnp.int32(0), count)
   def _(index: Array) -> None:
-    @pl.when(index >= copy_field(index, _Fields.RELAYED_END))
+    @when(index >= copy_field(index, _Fields.RELAYED_END))
     def _() -> None:
       announce(index)
 
   for slot in range(num_slots):
 
-    @pl.when(all_works[worker, _Fields.AWAITED + slot] > 0)
+    @when(all_works[worker, _Fields.AWAITED + slot] > 0)
     def _(slot: int = slot) -> None:
       pl.semaphore_wait(landed.at[slot])

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.branches import when
 from pallas_kernels.warps import (
   THREADS,
   ceil_div,
@@ -213,16 +214,16 @@ def _tables(
   first_pair, last = sizes.chunks, sizes.chunks + sizes.pair_blocks
   rank = lookup(rank_ref, thread_index() * 0)
 
-  @pl.when(block < first_pair)
+  @when(block < first_pair)
   def _() -> None:
     _count(index_ref, chunk_ref, count_ref, block, sizes)
 
-  @pl.when((block >= first_pair) & (block < last))
+  @when((block >= first_pair) & (block < last))
   def _() -> None:
     pair = (block - first_pair) * THREADS + thread_index()
     _tell_pairs(load_ref, replica_ref, quota_ref, rank, pair_ref, pair, sizes)
 
-  @pl.when(block == last)
+  @when(block == last)
   def _() -> None:
     _tell_sizes(replica_ref, quota_ref, rank, size_ref, rounds_ref, sizes)
 

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_pipeline as pipeline
+from pallas_kernels.branches import when
 from pallas_kernels.matmul_pipeline import DEPTH, Array, Ring, Tile, Tuning, Work
 from pallas_kernels.tiles import Transfer
 
@@ -254,8 +255,8 @@ def _body(
 
     for (rows, weights), count in zip(operands, steps_of, strict=True):
       homes, replicas = zip(*weights, strict=True)
-      pl.when(slot < num_home)(functools.partial(load_steps, rows, homes, slot, before, count))
-      pl.when(slot >= num_home)(
+      when(slot < num_home)(functools.partial(load_steps, rows, homes, slot, before, count))
+      when(slot >= num_home)(
         functools.partial(load_steps, rows, replicas, slot - num_home, before, count)
       )
       before += count
@@ -278,7 +279,7 @@ def _body(
       early = batches[num_steps:]  # more than there are steps to hide them
       for batch in early:
         batch()
-      pl.when(whole)(
+      when(whole)(
         lambda: ring.multiply(
           owner,
           before,
@@ -288,18 +289,18 @@ def _body(
         )
       )
 
-      @pl.when(~whole)
+      @when(~whole)
       def _() -> None:
         for batch in batches[:num_steps]:
           batch()
         for size in range(_UNIT, tile.strip, _UNIT):
-          pl.when((stored > size - _UNIT) & (stored <= size))(
+          when((stored > size - _UNIT) & (stored <= size))(
             functools.partial(
               ring.multiply, owner, before, num_steps, functools.partial(wgmma, size)
             )
           )
         if tile.strips > 1:  # else a tile of no rows would be no tile
-          pl.when(stored <= 0)(lambda: ring.skip(owner, before, num_steps))
+          when(stored <= 0)(lambda: ring.skip(owner, before, num_steps))
 
       return acc[...]
 
@@ -319,14 +320,14 @@ def _body(
         plgpu.copy_smem_to_gmem(source, target)
 
       rest = stored - r
-      pl.when(rest >= 64)(lambda: store_rows(0, 64))
+      when(rest >= 64)(lambda: store_rows(0, 64))
 
       # A copy has a fixed number of rows, so a part is stored by the bits of its size.
-      @pl.when((rest > 0) & (rest < 64))
+      @when((rest > 0) & (rest < 64))
       def _() -> None:
         for size in (32, 16, 8, 4, 2, 1):
           done = rest & (64 - 2 * size)
-          pl.when((rest & size) != 0)(functools.partial(store_rows, done, size))
+          when((rest & size) != 0)(functools.partial(store_rows, done, size))
 
     def store_batch(batch: list[tuple[int, int, int]]) -> None:
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)

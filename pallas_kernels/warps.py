@@ -24,6 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, scf
 
+from pallas_kernels.branches import one_if
+
 Array = jax.Array
 
 INT32_MAX = 2**31 - 1
@@ -46,7 +48,7 @@ def where(mask: Array, x: Array | int, y: Array | int) -> Array:
   if jnp.ndim(x) != 0:
     return jnp.where(mask, x, y)
   if jnp.ndim(y) == 0:
-    y = mask.astype(jnp.int32) * 0 + y
+    y = ones(mask) * 0 + y
   return jnp.where(~mask, y, x)
 
 
@@ -171,7 +173,10 @@ def unrolled(size: int, body: Callable[[Array, Any], Any], init: Any, most: int 
 
 def ones(mask: Array) -> Array:
   """int32, 1 where ``mask``."""
-  return mask.astype(jnp.int32)
+  if jnp.ndim(mask) == 0:
+    return one_if(mask)
+  zero = thread_index() * 0
+  return jnp.where(mask, zero + 1, zero)
 
 
 def clip(x: Array, high: Array | int) -> Array:

@@ -86,17 +86,18 @@ def model_arguments(name, mesh):
   return shape(total, width), index, gate, uep.ExpertWeights(up, up, down)
 
 
-def kernels_of(jaxpr):
-  """The names of all kernels of a program."""
-  names = []
+def equations(jaxpr):
+  """All of a program, inner ones after theirs."""
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "mpmd_map":
-      names.append(eqn.params["name"])
-      continue
+    yield eqn
     for leaf in jax.tree.leaves(list(eqn.params.values())):
       inner = getattr(leaf, "jaxpr", leaf)
-      names += kernels_of(inner) if hasattr(inner, "eqns") else []
-  return names
+      if hasattr(inner, "eqns"):
+        yield from equations(inner)
+
+
+def kernels_of(jaxpr):
+  return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "mpmd_map"]
 
 
 def gradients(apply):
@@ -130,6 +131,28 @@ def test_lowers_for_gpus(name, data, dispatch_dtype):
   assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
 
 
+def test_kernels_convert_no_booleans():
+  """Each conversion starts a process as the kernel is lowered: see ``pallas_kernels.branches``."""
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=CONFIG)
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  inside = [
+    eqn
+    for kernel in kernels_of(jaxpr)
+    for body in jax.tree.leaves(list(kernel.params.values()))
+    if hasattr(body, "eqns")
+    for eqn in equations(body)
+  ]
+  assert any(eqn.primitive.name == "cond" for eqn in inside)
+  converted = [
+    eqn
+    for eqn in inside
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool
+  ]
+  assert not converted
+
+
 def test_copies_have_no_kernel_of_their_own():
   """They ride in the first matmul's, of two parts; ``jax.checkpoint`` runs both of them again."""
   # Buffers for all rows of all ranks: one round, whatever the loads.
@@ -138,7 +161,7 @@ def test_copies_have_no_kernel_of_their_own():
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
-  names = kernels_of(jaxpr)
+  names = [kernel.params["name"] for kernel in kernels_of(jaxpr)]
   assert names.count("gated_matmul") == 4
   assert "replicate" not in names
 

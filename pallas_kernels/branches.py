@@ -1,0 +1,37 @@
+"""Conditions in kernels that compile quickly.
+
+``pl.when`` and ``astype`` convert booleans to integers, and for each such conversion that it lowers
+Mosaic GPU starts a process that asks ptxas for its version (jax 0.11.2 to 0.12.0). A layer's
+gradient has 900 of them, most of its time to compile. Selecting an integer asks nobody.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
+  """``pl.when``: calls the decorated function if the condition holds."""
+
+  def run(body: Callable[[], None]) -> None:
+    if not isinstance(condition, bool):
+      cond(condition, body, lambda: None)
+    elif condition:
+      body()
+
+  return run
+
+
+def cond(condition: Array, holds: Callable[[], Any], fails: Callable[[], Any]) -> Any:
+  """``lax.cond`` without operands."""
+  return lax.switch(one_if(condition), [fails, holds])
+
+
+def one_if(condition: Array) -> Array:
+  """int32, 1 where a scalar condition holds."""
+  return lax.select(condition, jnp.int32(1), jnp.int32(0))
