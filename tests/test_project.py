@@ -56,7 +56,7 @@ LAYERS = (
   ("block",),
   ("sharded",),
   ("moe",),
-  ("stats", "gating"),
+  ("rounds", "stats", "gating"),
   ("strategies",),
   ("exchange", "experts", "replicate"),
   ("block_exchange", "push_exchange", "ring_replicate", "tile_matmul"),

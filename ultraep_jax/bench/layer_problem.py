@@ -59,7 +59,6 @@ class Arrays:
   x: Array
   gate: Array
   weights: ExpertWeights
-  cotangent: Array
 
   @classmethod
   def make(cls, mesh: jax.sharding.Mesh, shape: Shape, args: argparse.Namespace) -> "Arrays":
@@ -78,7 +77,6 @@ class Arrays:
       normal(0, 1.0, total, width),
       processes.put(gate, NamedSharding(mesh, P(AXIS))),
       weights,
-      normal(4, 1.0, total, width),
     )
 
 
@@ -126,11 +124,11 @@ class Problem:
   @property
   def arguments(self) -> tuple[Any, ...]:
     a = self.arrays
-    return a.x, self.index, a.gate, a.weights, a.cotangent, self.history
+    return a.x, self.index, a.gate, a.weights, self.history
 
 
 # Of a problem's arguments, on the mesh.
-SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS), P(AXIS), P())
+SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS), P())
 
 
 def make_loads(

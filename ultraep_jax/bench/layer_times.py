@@ -27,6 +27,7 @@ KERNELS = {
   "reduce": ("reduce_replicas",),
   "matmul": ("grouped_matmul", "gated_matmul", "ragged", "transposed_ragged", "nvjet", "sm90"),
   "collectives": ("nccl",),
+  "waiting": ("stream_executor::gpu::MultiGpuBarrier",),
 }
 
 

@@ -107,35 +107,23 @@ def _busiest(
 
 
 def one_call(apply: Layer, direction: str) -> Any:
-  """``(i, x, index, gate, weights, cotangent, history) -> results`` of the i-th call."""
+  """``(i, x, index, gate, weights, history) -> results`` of the i-th call."""
 
   def forward(
-    i: Array,
-    x: Array,
-    index: Array,
-    gate: Array,
-    weights: ExpertWeights,
-    cotangent: Array,
-    history: eplb.History,
+    i: Array, x: Array, index: Array, gate: Array, weights: ExpertWeights, history: eplb.History
   ) -> Any:
-    del cotangent
     index_TK, state = jax.tree.map(lambda leaf: leaf[i % leaf.shape[0]], (index, history))
     return apply(x, index_TK, gate, weights, state)[0]
 
   def train(
-    i: Array,
-    x: Array,
-    index: Array,
-    gate: Array,
-    weights: ExpertWeights,
-    cotangent: Array,
-    history: eplb.History,
+    i: Array, x: Array, index: Array, gate: Array, weights: ExpertWeights, history: eplb.History
   ) -> Any:
     def run_layer(x: Array, gate: Array, weights: ExpertWeights) -> Array:
-      return forward(i, x, index, gate, weights, cotangent, history)
+      return forward(i, x, index, gate, weights, history)
 
     y, vjp = jax.vjp(run_layer, x, gate, weights)
-    return y, vjp(cotangent)
+    # Of half the sum of squares: backward waits for forward, as it does under any loss.
+    return y, vjp(y)
 
   return forward if direction == "forward" else train
 

@@ -1,0 +1,285 @@
+"""Tokens through experts and back, in as many rounds as the busiest rank's rows need.
+
+One differentiation rule spans replication, dispatch, experts and combine, so that no replica
+becomes a residual.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.tunings import Tunings
+from ultraep_jax import exchange, experts, replicate
+from ultraep_jax.config import DispatchDtype
+from ultraep_jax.experts import Activation
+from ultraep_jax.implementation import Implementations
+from ultraep_jax.types import Array, ExpertWeights, Routes
+
+# For `jax.checkpoint_policies.save_only_these_names`: rows spare backward a second dispatch,
+# hidden two of the three matmuls and the replicas for them, which have no name: they are made
+# again.
+ROWS_NAME = "ultraep_rows"
+HIDDEN_NAME = "ultraep_hidden"
+
+
+class Static(NamedTuple):
+  """What is fixed at trace time."""
+
+  axis_name: str
+  capacity: int
+  domain_size: int | None
+  activation: Activation
+  implementations: Implementations
+  dispatch_dtype: DispatchDtype | None
+  tunings: Tunings
+
+
+class Routing(NamedTuple):
+  """The integers that the movers need."""
+
+  replica_expert_GS: Array
+  parent_GS: Array
+  routes: Routes
+  rounds: Array | None  # None: one, whatever the loads
+
+
+class _Start(NamedTuple):
+  """How one round's tokens cross, and the gates of its rows."""
+
+  crossing: exchange.Crossing
+  gate_C: Array
+
+
+class _Round(NamedTuple):
+  """One round's crossing, and the inputs and projections of its experts."""
+
+  crossing: exchange.Crossing
+  rows_CD: Array
+  gate_C: Array
+  hidden: experts.Hidden | None
+
+
+class _Grads(NamedTuple):
+  """What one round adds to the gradients: float32, but those of x, which are in its dtype."""
+
+  x_TD: Array
+  gate_TK: Array
+  home: ExpertWeights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def experts_on_tokens(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> Array:
+  """``[T, D]``, each token's experts' outputs weighted by its gates.
+
+  Where nothing is kept for backward, kernels get a branch around the rounds. The host reads their
+  number, and waits for what comes before. Were that the first round, as it is in training, the
+  GPU would then wait for the launches of all small kernels up to the next layer's dispatch.
+  """
+  start = _cross(static, x_TD, gate_TK, routing, 0)
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
+
+  @jax.jit  # twice in the program, traced and lowered once
+  def first_round() -> tuple[Array, ExpertWeights]:
+    out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
+    return _combine(out, first), out.copies
+
+  more_rounds = functools.partial(_more_rounds, static, x_TD, gate_TK, replicas, routing)
+  if routing.rounds is None or "mosaic_gpu" not in static.implementations:
+    return more_rounds(*first_round())
+  return lax.cond(routing.rounds > 1, lambda: more_rounds(*first_round()), lambda: first_round()[0])
+
+
+def _forward(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> tuple[Array, tuple]:
+  start = _cross(static, x_TD, gate_TK, routing, 0)
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
+  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
+  y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
+  hidden = named(first.hidden, HIDDEN_NAME)
+  first = named(first, ROWS_NAME)._replace(hidden=hidden)
+  return y_TD, (x_TD, gate_TK, weights, routing, first)
+
+
+def _backward(
+  static: Static, residuals: tuple, grad_TD: Array
+) -> tuple[Array, Array, ExpertWeights, None]:
+  x_TD, gate_TK, weights, routing, first = residuals
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
+
+  def round_grads(
+    index: Array | int, this: _Round, replicas: replicate.Replicas
+  ) -> tuple[_Grads, ExpertWeights]:
+    assert this.hidden is not None
+    grad_CD = this.crossing.dispatch(grad_TD)
+    grads = experts.expert_backward(
+      grad_CD,
+      this.gate_C,
+      this.rows_CD,
+      this.hidden,
+      replicas.home,
+      replicas,
+      _round_sizes(static, routing, index),
+      static.activation,
+      implementations=static.implementations,
+      tunings=static.tunings,
+    )
+    round_total = _Grads(
+      this.crossing.combine(grads.rows_CD, None), this.crossing.collect(grads.gate_C), grads.home
+    )
+    return round_total, grads.copies
+
+  total, copies = round_grads(0, first, replicas)
+  replicas = dataclasses.replace(replicas, known=copies)
+
+  def add_round(index: Array, total: _Grads) -> _Grads:
+    start = _cross(static, x_TD, gate_TK, routing, index)
+    _, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
+    return jax.tree.map(jnp.add, total, round_grads(index, this, replicas)[0])
+
+  if routing.rounds is not None:
+    total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, total)
+  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), total.home, weights)
+  return total.x_TD, total.gate_TK, weight_grads, None
+
+
+experts_on_tokens.defvjp(_forward, _backward)
+
+
+def assignments_apart(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> Array:
+  """``experts_on_tokens`` with every assignment a token of its own, summed where it came from.
+
+  A token's experts are summed in the order of its choices then, wherever the plan put them.
+  """
+  num_tokens, top_k = gate_TK.shape
+  routes = routing.routes._replace(
+    dest_TK=routing.routes.dest_TK.reshape(-1, 1), row_TK=routing.routes.row_TK.reshape(-1, 1)
+  )
+  y_AD: Any = experts_on_tokens(
+    static,
+    jnp.repeat(x_TD, top_k, axis=0),
+    gate_TK.reshape(-1, 1),
+    weights,
+    routing._replace(routes=routes),
+  )
+  y_TKD = y_AD.reshape(num_tokens, top_k, -1).astype(jnp.float32)
+  # One addition after another: a reduction's order is the compiler's.
+  y_TD = functools.reduce(jnp.add, (y_TKD[:, k] for k in range(top_k)))
+  return y_TD.astype(x_TD.dtype)
+
+
+def _more_rounds(
+  static: Static,
+  x_TD: Array,
+  gate_TK: Array,
+  replicas: replicate.Replicas,
+  routing: Routing,
+  y_TD: Array,
+  copies: ExpertWeights,
+) -> Array:
+  """Adds the rounds after the first to its output."""
+  if routing.rounds is None:
+    return y_TD
+  replicas = dataclasses.replace(replicas, known=copies)
+
+  def add_round(index: Array, y_TD: Array) -> Array:
+    start = _cross(static, x_TD, gate_TK, routing, index)
+    return y_TD + _combine(
+      *_run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
+    )
+
+  return lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
+
+
+def _cross(
+  static: Static, x_TD: Array, gate_TK: Array, routing: Routing, index: Array | int
+) -> _Start:
+  crossing = exchange.cross(
+    routing.routes,
+    index,
+    static.capacity,
+    static.axis_name,
+    width=x_TD.shape[1],
+    dtype=x_TD.dtype,
+    implementations=static.implementations,
+    tunings=static.tunings,
+  )
+  return _Start(crossing, crossing.spread(gate_TK))
+
+
+def _replicas(
+  static: Static, dtype: jnp.dtype, weights: ExpertWeights, routing: Routing
+) -> replicate.Replicas:
+  """The home weights in the compute dtype, and the way to their copies."""
+  return replicate.Replicas(
+    jax.tree.map(lambda leaf: leaf.astype(dtype), weights),
+    routing.replica_expert_GS,
+    routing.parent_GS,
+    static.axis_name,
+    static.domain_size,
+    static.implementations,
+    static.tunings,
+  )
+
+
+def _run_round(
+  static: Static,
+  x_TD: Array,
+  replicas: replicate.Replicas,
+  routing: Routing,
+  index: Array | int,
+  start: _Start,
+  keep_hidden: bool,
+) -> tuple[experts.ExpertOutput, _Round]:
+  """Dispatches one round's tokens and runs their experts."""
+  rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
+  if "mosaic_gpu" in static.implementations:
+    rows_CD, routing = _once_there(rows_CD, routing)
+    replicas = dataclasses.replace(
+      replicas, replica_expert_GS=routing.replica_expert_GS, parent_GS=routing.parent_GS
+    )
+  out = experts.expert_forward(
+    rows_CD,
+    replicas.home,
+    replicas,
+    _round_sizes(static, routing, index),
+    static.activation,
+    keep_hidden=keep_hidden,
+    implementations=static.implementations,
+    tunings=static.tunings,
+  )
+  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden)
+
+
+def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
+  """The same. Kernels' tables made from it are launched while the dispatch runs, not before."""
+  leaves, tree = jax.tree.flatten(routing)
+  computed = [leaf for leaf in leaves if leaf.size]  # empty ones in loops crash XLA:CPU's compiler
+  rows_CD, computed = lax.optimization_barrier((rows_CD, computed))
+  after = iter(computed)
+  return rows_CD, tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
+
+
+def _combine(out: experts.ExpertOutput, this: _Round) -> Array:
+  return this.crossing.combine(out.rows_CD, this.gate_C)
+
+
+def _round_sizes(static: Static, routing: Routing, index: Array | int) -> Array:
+  """Rows of each slot on this rank that fall into a round."""
+  end_P = jnp.cumsum(routing.routes.group_size_P, dtype=jnp.int32)
+  first = index * static.capacity
+  inside_P = jnp.clip(end_P - first, 0, static.capacity)
+  return jnp.diff(inside_P, prepend=jnp.zeros_like(inside_P[:1]))
+
+
+def named[T](tree: T, name: str) -> T:
+  return jax.tree.map(functools.partial(checkpoint_name, name=name), tree)
