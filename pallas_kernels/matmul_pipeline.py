@@ -195,9 +195,7 @@ class Ring:
       wgmma(stage)
       other()
       plgpu.wgmma_wait(1)
-      when(jnp.int32(k) > 0)(
-        lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + k - 1)])
-      )
+      when(jnp.int32(k) > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + k - 1)]))
 
     for k, other in enumerate(meanwhile):
       step(k, other)

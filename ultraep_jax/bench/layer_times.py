@@ -48,8 +48,11 @@ def check(
   def results(implementation: str) -> Any:
     changed = argparse.Namespace(**vars(args) | {"implementation": implementation})
     apply = layer("quota", problem, changed)
-    call = functools.partial(one_call(apply, "train"), jnp.int32(0))
-    function = jax.shard_map(call, mesh=mesh, in_specs=SPECS, out_specs=P(AXIS), check_vma=False)
+
+    def both(*arguments: Any) -> Any:
+      return [one_call(apply, each)(jnp.int32(0), *arguments) for each in ("forward", "train")]
+
+    function = jax.shard_map(both, mesh=mesh, in_specs=SPECS, out_specs=P(AXIS), check_vma=False)
     return jax.jit(function)(*problem.arguments)
 
   @jax.jit
@@ -62,7 +65,7 @@ def check(
 
   found = [float(e) for e in errors(results(args.implementation), results("portable"))]
   text = ", ".join(f"{e:.1e}" for e in found)
-  print(f"{name} {ratio}: relative to portable: y, x, gate, weights: {text}", flush=True)
+  print(f"{name} {ratio}: relative to portable: y, y, x, gate, weights: {text}", flush=True)
   assert max(found) < 1e-2, found
 
 
@@ -79,16 +82,16 @@ class Programs:
     return case.name, case.direction, variant, capacity(variant, problem, self.args)
 
   def compile(self, cases: Sequence[tuple[Case, Problem]]) -> None:
-    """Compiles everything, several programs at a time."""
-    lowered = {}
-    for case, problem in cases:
-      for variant in self.args.variants:
-        key = self.key(case, problem, variant)
-        if key not in lowered:
-          lowered[key] = self._lower(case, problem, variant)
-    workers = min(len(lowered), self.args.compile_workers)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-      futures = {key: pool.submit(program.compile) for key, program in lowered.items()}
+    """Compiles everything, several programs at a time, while the next ones are lowered."""
+    needed = {
+      self.key(case, problem, variant): (case, problem, variant)
+      for case, problem in cases
+      for variant in self.args.variants
+    }
+    with concurrent.futures.ThreadPoolExecutor(self.args.compile_workers) as pool:
+      futures = {}
+      for key, which in progress(needed.items(), "lower", "program"):
+        futures[key] = pool.submit(self._lower(*which).compile)
       for key, future in progress(futures.items(), "compile", "program"):
         try:
           self.ready[key] = future.result()
