@@ -23,6 +23,7 @@ _LANES = 128  # threads that add a row together
 _MOST_PER_THREAD = 32  # values of a row that a thread adds at a time, in registers
 
 
+@functools.partial(jax.jit, static_argnames=("axis_name", "tuning"))
 def combine(
   rows_CD: Array,
   gate_GTK: Array | None,

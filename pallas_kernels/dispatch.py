@@ -24,6 +24,7 @@ _SCALES, _VALUES = 0, 1  # the arrays of scaled rows: a token's scales are loade
 _UNROLLED = 4  # blocks of values that are multiplied together, so that their loads overlap
 
 
+@functools.partial(jax.jit, static_argnames=("capacity", "axis_name", "tuning"))
 def dispatch(
   arrays: Sequence[Array],
   dest_TK: Array,
@@ -72,6 +73,7 @@ def dispatch(
   return _launch(arrays, None, dest_TK, row_TK, received_GTK, capacity, axis_name, tuning)
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "capacity", "axis_name", "tuning"))
 def dispatch_scaled(
   value_TD: Array,
   scale_TB: Array,

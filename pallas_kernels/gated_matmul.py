@@ -36,6 +36,7 @@ class Gated(NamedTuple):
   up_CN: Array | None
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "keep_hidden", "tuning"))
 def gated_matmul(
   rows_CK: Array,
   home_gate_MKN: Array,

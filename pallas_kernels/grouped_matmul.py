@@ -1,13 +1,17 @@
 """Matmuls of grouped rows with home and replica weights: forward, and the gradient to the rows."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from pallas_kernels.matmul_pipeline import Array, Tuning
 from pallas_kernels.row_matmul import Contraction, multiply_rows
 from pallas_kernels.tiles import Transfer
 
 
+@functools.partial(jax.jit, static_argnames=("transpose_rhs", "tuning"))
 def grouped_matmul(
   rows_CK: Array,
   home_MKN: Array,

@@ -23,6 +23,7 @@ from pallas_kernels.tiles import Transfer
 _BORDER = 2 * DEPTH  # room for the rows of a group outside its aligned part: at most 7 + 63
 
 
+@functools.partial(jax.jit, static_argnames=("num_home", "tuning"))
 def grouped_matmul_wgrad(
   rows_CK: Array,
   grad_CN: Array,

@@ -153,6 +153,25 @@ def test_kernels_convert_no_booleans():
   assert not converted
 
 
+def test_equal_kernels_are_compiled_once():
+  """In all rounds and layers; forward and backward dispatch alike."""
+  mesh = make_mesh(4)
+
+  def two_layers(x, index, gate, weights):
+    y, _ = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
+    return uep.sharded_moe(y, index, gate, weights, config=CONFIG)
+
+  with jax.set_mesh(mesh):
+    jaxpr = gradients(two_layers).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  kernels = kernels_of(jaxpr)
+  distinct = {id(kernel): kernel for kernel in kernels}.values()
+  names = [kernel.params["name"] for kernel in distinct]
+  assert len(kernels) > 50
+  assert names.count("dispatch") == 1
+  assert names.count("combine") == 2  # with gates, and without
+  assert len(distinct) <= len(kernels) // 2
+
+
 def test_copies_have_no_kernel_of_their_own():
   """They ride in the first matmul's, of two parts; ``jax.checkpoint`` runs both of them again."""
   # Buffers for all rows of all ranks: one round, whatever the loads.

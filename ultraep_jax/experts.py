@@ -311,8 +311,14 @@ def _wgrad_beside(
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
   tuning = tunings.find(operation, rows_CK.shape[1], grad_CN.shape[1])
+
+  def by_kernel() -> tuple[tuple[Array, Array], Any]:
+    if transfer is None:
+      return wgrad_kernel.grouped_matmul_wgrad(*arguments, tuning=tuning), None
+    return wgrad_kernel.wgrad_beside(transfer, *arguments, tuning=tuning)
+
   candidates = {
-    "mosaic_gpu": lambda: wgrad_kernel.wgrad_beside(transfer, *arguments, tuning=tuning),
+    "mosaic_gpu": by_kernel,
     "portable": lambda: (tile_matmul.wgrad(*arguments), transfer and transfer.launch()),
   }
   return first_that_can(implementations, candidates)
