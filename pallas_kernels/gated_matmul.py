@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from pallas_kernels.matmul_pipeline import Array, Tuning
+from pallas_kernels.matmul_layout import Array, Tuning
 from pallas_kernels.row_matmul import Contraction, multiply_rows
 from pallas_kernels.tiles import Transfer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.matmul_pipeline import Array, Tuning
+from pallas_kernels.matmul_layout import Array, Tuning
 from pallas_kernels.row_matmul import Contraction, multiply_rows
 from pallas_kernels.tiles import Transfer
 

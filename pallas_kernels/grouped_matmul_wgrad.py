@@ -15,9 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import matmul_layout as layout
 from pallas_kernels import matmul_pipeline as pipeline
 from pallas_kernels.branches import when
-from pallas_kernels.matmul_pipeline import DEPTH, Array, Ring, Tile, Tuning, Work
+from pallas_kernels.matmul_layout import DEPTH, Array, Tile, Tuning
+from pallas_kernels.matmul_pipeline import Ring, Work
 from pallas_kernels.tiles import Transfer
 
 _BORDER = 2 * DEPTH  # room for the rows of a group outside its aligned part: at most 7 + 63
@@ -64,18 +66,18 @@ def wgrad_beside(
 ) -> tuple[tuple[Array, Array], Any]:
   """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
   (capacity, depth), (num_slots,), cols = rows_CK.shape, group_size_P.shape, grad_CN.shape[1]
-  pipeline.expect_shape("grad_CN", grad_CN, (capacity, cols))
+  layout.expect_shape("grad_CN", grad_CN, (capacity, cols))
   if not 1 <= num_home <= num_slots:
     raise ValueError(f"num_home: expected 1 to {num_slots}, the slots, got {num_home}")
-  pipeline.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
-  pipeline.expect_multiple("K", depth, 128)
-  pipeline.expect_multiple("N", cols, 128)
-  pipeline.expect_multiple("C", capacity, 8)
-  pipeline.expect_capacity(capacity)
-  tuning = tuning or pipeline.make_room(transfer is not None)
+  layout.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
+  layout.expect_multiple("K", depth, 128)
+  layout.expect_multiple("N", cols, 128)
+  layout.expect_multiple("C", capacity, 8)
+  layout.expect_capacity(capacity)
+  tuning = tuning or layout.make_room(transfer is not None)
   if tuning.schedule == "deferred":
     raise ValueError('tuning: expected "together" or "in_turns", got "deferred"')
-  tile = pipeline.choose_tile(depth, cols, 1, tuning)
+  tile = layout.choose_tile(depth, cols, 1, tuning)
   if (cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
   num_replica = num_slots - num_home
@@ -119,7 +121,7 @@ def covering_steps(group_size_P: Array) -> Array:
     slot, first row (a multiple of 8), the group's first row after that, and the one behind its
     last.
   """
-  start_P = pipeline.sum_before(group_size_P)
+  start_P = layout.sum_before(group_size_P)
   head_P = start_P % 8
   lines_3P = jnp.stack([start_P - head_P, head_P, head_P + group_size_P])
   return _largest_first(group_size_P, lines_3P)
@@ -136,7 +138,7 @@ def inner_steps(capacity: int, group_size_P: Array) -> tuple[Array, Array, Array
     ``[4, P]`` int32, the largest group first: slot, first aligned row, stages of border rows,
     stages in all; ``[P, _BORDER]`` int32, the row of each border row; and whether it is one.
   """
-  start_P = pipeline.sum_before(group_size_P)
+  start_P = layout.sum_before(group_size_P)
   head_P = jnp.minimum(-start_P % 8, group_size_P)
   aligned_P = (group_size_P - head_P) // DEPTH
   border_P = group_size_P - aligned_P * DEPTH
@@ -183,7 +185,7 @@ def _body(
   def describe(t: Array, rank: Array) -> Work:
     index, in_slot = (f(t, jnp.int32(slot_tiles)) for f in (lax.div, lax.rem))
     band = tuning.band // (tile.cols * tuning.cluster)
-    row, col = pipeline.position(in_slot, num_rows, num_cols, band)
+    row, col = layout.position(in_slot, num_rows, num_cols, band)
     corner = row * tile.rows, (col * tuning.cluster + rank) * tile.cols
     slot, *lines = (table[line, index] for line in range(4))
     if in_turns:

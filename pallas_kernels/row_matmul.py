@@ -18,9 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import matmul_layout as layout
 from pallas_kernels import matmul_pipeline as pipeline
 from pallas_kernels.branches import when
-from pallas_kernels.matmul_pipeline import DEPTH, Array, Ring, Tile, Tuning, Work
+from pallas_kernels.matmul_layout import DEPTH, Array, Tile, Tuning
+from pallas_kernels.matmul_pipeline import Ring, Work
 from pallas_kernels.tiles import Transfer
 
 _UNIT = 64  # rows of one wgmma: what a tile may have less than its neighbours
@@ -80,8 +82,8 @@ def multiply_rows(
   slots = range(group_size_P.shape[0]) if slots is None else slots
   capacity, cols, num_home = _check(contractions, group_size_P, slots, transpose_rhs)
   weights = len(contractions[0].home)
-  tuning = tuning or pipeline.make_room(beside is not None)
-  tile = pipeline.choose_tile(256, cols, weights, tuning)
+  tuning = tuning or layout.make_room(beside is not None)
+  tile = layout.choose_tile(256, cols, weights, tuning)
   if (cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
   # An operand may not be empty; without replicas the second one is never read.
@@ -110,8 +112,8 @@ def multiply_rows(
 
   out_type = [jax.typeof(contractions[0].rows_CK).update(shape=(capacity, cols))] * len(results)
   for x, expected in zip(into, out_type, strict=bool(into)):
-    pipeline.expect_shape("into", x, expected.shape)
-    pipeline.expect_bfloat16(into=x)
+    layout.expect_shape("into", x, expected.shape)
+    layout.expect_bfloat16(into=x)
   return pipeline.launch(
     functools.partial(
       _body,
@@ -148,20 +150,20 @@ def _check(
   for x in contractions:
     depth = x.rows_CK.shape[1]
     weights = (cols, depth) if transpose_rhs else (depth, cols)
-    pipeline.expect_shape("rows_CK", x.rows_CK, (capacity, depth))
-    pipeline.expect_bfloat16(rows_CK=x.rows_CK)
+    layout.expect_shape("rows_CK", x.rows_CK, (capacity, depth))
+    layout.expect_bfloat16(rows_CK=x.rows_CK)
     for home, replica in zip(x.home, x.replica, strict=True):
-      pipeline.expect_shape("home_MKN", home, (num_home, *weights))
-      pipeline.expect_shape("replica_SKN", replica, (num_replica, *weights))
-      pipeline.expect_bfloat16(home_MKN=home, replica_SKN=replica)
-    pipeline.expect_multiple("K", depth, DEPTH)
+      layout.expect_shape("home_MKN", home, (num_home, *weights))
+      layout.expect_shape("replica_SKN", replica, (num_replica, *weights))
+      layout.expect_bfloat16(home_MKN=home, replica_SKN=replica)
+    layout.expect_multiple("K", depth, DEPTH)
   all_slots, count = range(group_size_P.shape[0]), num_home + num_replica
   if slots == all_slots:
-    pipeline.expect_shape("group_size_P", group_size_P, (count,))
+    layout.expect_shape("group_size_P", group_size_P, (count,))
   elif len(slots) != count or slots != all_slots[slots.start : slots.stop]:
     raise ValueError(f"slots: expected {count} of {all_slots}, got {slots}")
-  pipeline.expect_multiple("N", cols, 128)
-  pipeline.expect_capacity(capacity)
+  layout.expect_multiple("N", cols, 128)
+  layout.expect_capacity(capacity)
   return capacity, cols, num_home
 
 
@@ -178,7 +180,7 @@ def row_tiles(capacity: int, group_size_P: Array, tile_rows: int, slots: range) 
     last line the number of tiles.
   """
   num_slots = len(slots)
-  start_P = pipeline.sum_before(group_size_P)[slots.start : slots.stop]
+  start_P = layout.sum_before(group_size_P)[slots.start : slots.stop]
   group_size_P = group_size_P[slots.start : slots.stop]
   end_P = start_P + group_size_P
   left_P = group_size_P % tile_rows
@@ -186,7 +188,7 @@ def row_tiles(capacity: int, group_size_P: Array, tile_rows: int, slots: range) 
   rounded_P = -(-left_P // _UNIT) * _UNIT
   short_P = ((left_P > 0) & (rounded_P < tile_rows)).astype(jnp.int32)
   tiles_Q = jnp.concatenate([-(-group_size_P // tile_rows) - short_P, short_P])
-  before_Q = pipeline.sum_before(tiles_Q)
+  before_Q = layout.sum_before(tiles_Q)
   tile_T = jnp.arange(capacity // tile_rows + num_slots, dtype=jnp.int32)
   q_T = jnp.sum((before_Q + tiles_Q)[:, None] <= tile_T[None, :], axis=0, dtype=jnp.int32)
   q_T = jnp.minimum(q_T, 2 * num_slots - 1)
@@ -226,7 +228,7 @@ def _body(
   ring = Ring(full, free, tuning.stages)
 
   def describe(t: Array, rank: Array) -> Work:
-    row, col = pipeline.position(
+    row, col = layout.position(
       t,
       lax.max(num_rows, jnp.int32(1)),
       num_cols // tuning.cluster,

@@ -13,9 +13,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_kernels import chunks, matmul_pipeline, tiles
+from pallas_kernels import chunks, matmul_layout, matmul_pipeline, tiles
 
-Tuning = matmul_pipeline.Tuning | tiles.Tuning
+Tuning = matmul_layout.Tuning | tiles.Tuning
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 
@@ -32,8 +32,8 @@ class Operation:
   widths: tuple[str, ...]
 
 
-_MATMUL = Operation(matmul_pipeline.Tuning, ("contracted", "columns"))
-_WGRAD = Operation(matmul_pipeline.Tuning, ("rows", "columns"))  # of a slot's gradient
+_MATMUL = Operation(matmul_layout.Tuning, ("contracted", "columns"))
+_WGRAD = Operation(matmul_layout.Tuning, ("rows", "columns"))  # of a slot's gradient
 _EXCHANGE = Operation(chunks.Tuning, ("token bytes",))
 _TRANSFER = Operation(tiles.Tuning, ("expert bytes",))
 OPERATIONS: Mapping[str, Operation] = {
@@ -89,7 +89,7 @@ class Entry:
 class Tunings:
   """Which tuning a kernel has for which shape. Hashable.
 
-  >>> together, deferred = matmul_pipeline.Tuning(), matmul_pipeline.Tuning("deferred")
+  >>> together, deferred = matmul_layout.Tuning(), matmul_layout.Tuning("deferred")
   >>> tunings = Tunings(
   ...   (
   ...     Entry(operation="forward", widths=(4096, 1536), tuning=deferred),
@@ -219,7 +219,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       f"tuning: expected a {expected.__module__}.{expected.__name__} for {operation!r}, "
       f"got {tuning!r}"
     )
-  if isinstance(tuning, matmul_pipeline.Tuning):
+  if isinstance(tuning, matmul_layout.Tuning):
     if operation.startswith("wgrad") and tuning.schedule == "deferred":
       raise ValueError(f'schedule: expected "together" or "in_turns" for {operation!r}')
     if operation.endswith("beside") and tuning.cluster > 1:
@@ -248,7 +248,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
 def _alike(operation: str, widths: tuple[int, ...], known: tuple[int, ...]) -> bool:
   if any(max(a / b, b / a) > _FARTHEST for a, b in zip(widths, known, strict=True)):
     return False
-  matmul = OPERATIONS[operation].tuning is matmul_pipeline.Tuning
+  matmul = OPERATIONS[operation].tuning is matmul_layout.Tuning
   return not matmul or (widths[-1] % 256 == 0) == (known[-1] % 256 == 0)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_pipeline
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 
 TOGETHER = Tuning(blocks=2)
 DEFERRED = Tuning("deferred", blocks=2)

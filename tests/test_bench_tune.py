@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from mosaic_interpret import interpreted
 
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 from pallas_kernels.tunings import Entry, Tunings
 from ultraep_jax.bench import (
   contest,

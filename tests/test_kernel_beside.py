@@ -8,7 +8,7 @@ from assignments import mesh
 from grouped_rows import interpreted
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import matmul_pipeline
+from pallas_kernels import matmul_layout
 from pallas_kernels.gated_matmul import gated_beside, gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul_sum, sum_beside
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad, wgrad_beside
@@ -63,7 +63,7 @@ def normal(rng, *shape, dtype=jnp.bfloat16):
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-  monkeypatch.setattr(matmul_pipeline, "_BLOCKS_BESIDE", 1)
+  monkeypatch.setattr(matmul_layout, "_BLOCKS_BESIDE", 1)
 
 
 @pytest.mark.slow

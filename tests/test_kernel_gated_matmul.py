@@ -23,7 +23,7 @@ from grouped_rows import (
 )
 
 from pallas_kernels.gated_matmul import gated_beside, gated_matmul
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 
 CAPTURED = np.ones((64, 64), np.float32)
 

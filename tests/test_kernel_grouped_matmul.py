@@ -22,7 +22,7 @@ from grouped_rows import (
 )
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_sum
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 
 # Widths of several models, widths of one tile, one home slot, no replica, odd capacities.
 SHAPES = [

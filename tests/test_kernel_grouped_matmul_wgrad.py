@@ -23,7 +23,7 @@ from hypothesis import example, given
 
 from pallas_kernels import grouped_matmul_wgrad as module
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 
 CAPACITY, SLOTS = 1024, 6
 

@@ -16,8 +16,8 @@ from test_moe import make_mesh
 
 import pallas_kernels
 import ultraep_jax as uep
-from pallas_kernels import matmul_pipeline, tiles, tunings
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels import matmul_layout, tiles, tunings
+from pallas_kernels.matmul_layout import Tuning
 from pallas_kernels.tunings import OPERATIONS, UNTUNED, Entry, Tunings
 from ultraep_jax import implementation
 from ultraep_jax.bench import tune_matmuls, tune_transfers
@@ -159,7 +159,7 @@ def test_a_table_is_found_by_its_device(path):
 def contest_of(each):
   """Of its tuning, at its widths."""
   tunings = {"tuned": each.tuning}
-  if OPERATIONS[each.operation].tuning is matmul_pipeline.Tuning:
+  if OPERATIONS[each.operation].tuning is matmul_layout.Tuning:
     return tune_matmuls.contest(problem_of(each), tunings)
   mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
   itemsize = 4 if each.operation in ("reduce", "reducing") else 2

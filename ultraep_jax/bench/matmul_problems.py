@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import matmul_pipeline, tiles
+from pallas_kernels import matmul_layout, matmul_pipeline, tiles
 from pallas_kernels.gated_matmul import Gated, gated_beside, gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 from ultraep_jax import experts
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer_problem import SHAPES
@@ -121,7 +121,7 @@ class Problem:
   @property
   def default(self) -> Tuning:
     """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
-    return matmul_pipeline.make_room(self.operation.endswith("beside"))
+    return matmul_layout.make_room(self.operation.endswith("beside"))
 
   def parts(self) -> Parts:
     make = {"wgrad": _wgrad, "gated": _gated, "sum": _sum}

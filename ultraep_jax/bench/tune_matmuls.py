@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from pallas_kernels.matmul_pipeline import Tuning
+from pallas_kernels.matmul_layout import Tuning
 from ultraep_jax.bench.contest import Contest
 from ultraep_jax.bench.matmul_problems import Problem
 

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import matmul_pipeline
-from pallas_kernels.matmul_pipeline import Tile, Tuning
+from pallas_kernels import matmul_layout
+from pallas_kernels.matmul_layout import Tile, Tuning
 
 
 @pytest.mark.parametrize("band", [1, 8, 16])
 @pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 1), (7, 56), (3, 11), (20, 32), (5, 17)])
 def test_position_is_a_bijection(num_rows, num_cols, band):
   tiles = jnp.arange(num_rows * num_cols, dtype=jnp.int32)
-  position = matmul_pipeline.position
+  position = matmul_layout.position
   positions = jax.vmap(lambda t: position(t, jnp.int32(num_rows), num_cols, band))(tiles)
   rows, cols = (np.asarray(x) for x in positions)
   got = set(zip(rows.tolist(), cols.tolist(), strict=True))
@@ -26,7 +26,7 @@ def test_position_is_a_bijection(num_rows, num_cols, band):
 @pytest.mark.parametrize("num_tiles", [0, 1, 131, 132, 1000, 6144])
 def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, cluster):
   def share(block):
-    first, end, stride = matmul_pipeline.share(jnp.int32(num_tiles), block, clusters, cluster)
+    first, end, stride = matmul_layout.share(jnp.int32(num_tiles), block, clusters, cluster)
     return first, end, jnp.int32(stride)
 
   shares = jax.vmap(share)(jnp.arange(clusters, dtype=jnp.int32))
@@ -50,7 +50,7 @@ def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, 
   ],
 )
 def test_tiles_divide_their_problem_and_fit_registers(rows, cols, operands, schedule, tile):
-  got = matmul_pipeline.choose_tile(rows, cols, operands, Tuning(schedule))
+  got = matmul_layout.choose_tile(rows, cols, operands, Tuning(schedule))
   assert got == tile
   assert rows % got.rows == cols % got.cols == 0
   assert got.strip * got.cols * operands <= 128 * 128
