@@ -4,9 +4,11 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from mosaic_interpret import interpreted
+from programs import equations
 from test_moe import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
 from test_moe_in_fp8 import on_rounded_tokens
 
@@ -86,16 +88,6 @@ def model_arguments(name, mesh):
   return shape(total, width), index, gate, uep.ExpertWeights(up, up, down)
 
 
-def equations(jaxpr):
-  """All of a program, inner ones after theirs."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for leaf in jax.tree.leaves(list(eqn.params.values())):
-      inner = getattr(leaf, "jaxpr", leaf)
-      if hasattr(inner, "eqns"):
-        yield from equations(inner)
-
-
 def kernels_of(jaxpr):
   return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "mpmd_map"]
 
@@ -140,8 +132,7 @@ def test_kernels_convert_no_booleans():
   inside = [
     eqn
     for kernel in kernels_of(jaxpr)
-    for body in jax.tree.leaves(list(kernel.params.values()))
-    if hasattr(body, "eqns")
+    for body in jax.extend.core.jaxprs_in_params(kernel.params)
     for eqn in equations(body)
   ]
   assert any(eqn.primitive.name == "cond" for eqn in inside)

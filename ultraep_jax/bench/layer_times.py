@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax.bench import peers, timing
+from ultraep_jax.bench import contest, peers, timing
 from ultraep_jax.bench.layer_problem import AXIS, SPECS, Problem
 from ultraep_jax.bench.layer_variants import BALANCED, bound, capacity, layer, one_call
 from ultraep_jax.progress import progress
@@ -57,15 +57,11 @@ def check(
 
   @jax.jit
   def errors(got: Any, want: Any) -> list[Array]:
-    def error(a: Array, b: Array) -> Array:
-      a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-      return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
-
-    return jax.tree.leaves(jax.tree.map(error, got, want))
+    return jax.tree.leaves(jax.tree.map(contest.distance, got, want))
 
   found = [float(e) for e in errors(results(args.implementation), results("portable"))]
   text = ", ".join(f"{e:.1e}" for e in found)
-  print(f"{name} {ratio}: relative to portable: y, y, x, gate, weights: {text}", flush=True)
+  print(f"{name} {ratio}: relative to portable: y alone, y, x, gate, weights: {text}", flush=True)
   assert max(found) < 1e-2, found
 
 
