@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import plan_probes, plan_tree
+from pallas_kernels import plan_probes, plan_tree, varying
 from pallas_kernels.branches import when
 from pallas_kernels.plan_members import Vectors
 from pallas_kernels.plan_probes import (
@@ -110,7 +110,7 @@ def plan_quota(
   )
   _check_size(problem)
   load, cost_3 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
-  load = _vary_too(load, cost_3)
+  load = varying.vary(load, varying.axes_of(cost_3))
   domains, experts = problem.num_domains, padded(problem.domain_experts)
   typed = jax.typeof(load)
   probes = plgpu.kernel(
@@ -150,13 +150,6 @@ def plan_quota(
     quota.reshape(num_experts, num_ranks),
     parent.reshape(num_ranks, num_slots),
   )
-
-
-def _vary_too(array: Array, other: Array) -> Array:
-  """Types ``array`` as varying over the mesh axes of ``other`` too."""
-  own, others = (jax.typeof(x).manual_axis_type.varying for x in (array, other))
-  missing = tuple(sorted(frozenset(others) - frozenset(own)))
-  return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def _shared(sizes: Sequence[int]) -> list[Any]:

@@ -1,12 +1,10 @@
 """Where each assignment of a rank runs, in closed form: ``ultraep_jax/route.py`` in two kernels.
 
-The first kernel has blocks of three kinds, side by side: some count the experts of a chunk of
-assignments each, some fill tables of what a rank and a host have to do with each other for each
-expert, one tells sizes. In the second each block adds up the counts of the chunks before its
-own, finds the ordinals inside its chunk by comparing all with all, and looks the rows up.
+The first kernel fills tables (``route_tables``). In the second each block adds up the counts of the
+chunks before its own, finds the ordinals inside its chunk by comparing all with all, and looks the
+rows up.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,13 +14,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.branches import when
+from pallas_kernels import varying
+from pallas_kernels.route_tables import (
+  BLOCK_AXIS,
+  CHUNK,
+  END,
+  FIELDS,
+  FIRST,
+  KEPT,
+  PIECES,
+  START,
+  TO_ROW,
+  Sizes,
+  fill_tables,
+  read_chunk,
+)
 from pallas_kernels.warps import (
   THREADS,
-  ceil_div,
   chunks,
-  clip,
-  divide,
   lookup,
   ones,
   padded,
@@ -34,43 +43,11 @@ from pallas_kernels.warps import (
 
 Array = jax.Array
 
-_PIECES = 4  # of 128 assignments, in a chunk
-_CHUNK = _PIECES * THREADS
 _PREFETCH = 16  # counts that are loaded at a time
-_BLOCK_AXIS = "route_block"
 # Only this lowering takes loads per thread. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
   lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True
 )
-# What a pair of an expert and a host is told: the end of the host's interval of the expert's line,
-# what to add to a place in it for the row, the first row of this rank's own assignments, how many
-# of its own the host keeps, and where this rank's interval begins.
-_FIELDS = _END, _TO_ROW, _FIRST, _KEPT, _START = range(5)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-  num_ranks: int
-  num_experts: int
-  num_slots: int
-  assignments: int
-  capacity: int
-
-  @property
-  def num_home(self) -> int:
-    return self.num_experts // self.num_ranks
-
-  @property
-  def pairs(self) -> int:
-    return self.num_ranks * self.num_experts
-
-  @property
-  def chunks(self) -> int:
-    return -(-self.assignments // _CHUNK)
-
-  @property
-  def pair_blocks(self) -> int:
-    return -(-self.pairs // THREADS)
 
 
 def route_rows(
@@ -103,7 +80,7 @@ def route_rows(
   """
   _check(expert_index_TK, load_GE, replica_expert_GS, quota_EG)
   num_ranks, num_slots = replica_expert_GS.shape
-  sizes = _Sizes(
+  sizes = Sizes(
     num_ranks=num_ranks,
     num_experts=quota_EG.shape[0],
     num_slots=num_slots,
@@ -111,20 +88,20 @@ def route_rows(
     capacity=capacity,
   )
   inputs = [expert_index_TK, load_GE, replica_expert_GS, quota_EG, rank]
-  index, load, replica, quota, rank = _vary_alike([x.reshape(-1) for x in inputs])
+  index, load, replica, quota, rank = varying.vary_alike(*[x.reshape(-1) for x in inputs])
   out_type = jax.typeof(index).update
   slots = sizes.num_home + num_slots
   tables = plgpu.kernel(
-    functools.partial(_tables, sizes=sizes),
+    functools.partial(fill_tables, sizes=sizes),
     out_type=[
       out_type(shape=(sizes.chunks * padded(sizes.num_experts),)),
-      out_type(shape=(len(_FIELDS) * sizes.pairs,)),
+      out_type(shape=(len(FIELDS) * sizes.pairs,)),
       out_type(shape=(slots,)),
       out_type(shape=(1,)),
     ],
     grid=(sizes.chunks + sizes.pair_blocks + 1,),
-    grid_names=(_BLOCK_AXIS,),
-    scratch_types=[plgpu.SMEM((_CHUNK,), jnp.int32)],
+    grid_names=(BLOCK_AXIS,),
+    scratch_types=[plgpu.SMEM((CHUNK,), jnp.int32)],
     compiler_params=_PARAMS,
     kernel_name="route_tables",
   )
@@ -133,9 +110,9 @@ def route_rows(
     functools.partial(_rows, sizes=sizes),
     out_type=[out_type(shape=(sizes.assignments,))] * 2,
     grid=(sizes.chunks,),
-    grid_names=(_BLOCK_AXIS,),
+    grid_names=(BLOCK_AXIS,),
     scratch_types=[
-      plgpu.SMEM((_CHUNK,), jnp.int32),
+      plgpu.SMEM((CHUNK,), jnp.int32),
       plgpu.SMEM((padded(sizes.num_experts),), jnp.int32),
     ],
     compiler_params=_PARAMS,
@@ -174,164 +151,6 @@ def _check(
     raise NotImplementedError(f"quota_EG: expected at most 32768 experts, got {num_experts}")
 
 
-def _vary_alike(arrays: list[Array]) -> list[Array]:
-  """Types all arrays as varying over the mesh axes of any; the outputs take theirs."""
-  axes = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in arrays]
-  missing = [tuple(sorted(frozenset().union(*axes) - own)) for own in axes]
-  return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
-
-
-def _read_chunk(index_ref: Any, chunk_ref: Any, chunk: Array, sizes: _Sizes) -> list[Array]:
-  """A chunk's experts, E where there is none, in shared memory and in the threads."""
-  pieces = []
-  for start, i in chunks(_CHUNK):
-    place = chunk * _CHUNK + i
-    expert = lookup(index_ref, jnp.minimum(place, sizes.assignments - 1))
-    valid = (expert >= 0) & (expert < sizes.num_experts) & (place < sizes.assignments)
-    pieces.append(where(valid, expert, sizes.num_experts))
-    chunk_ref[pl.ds(start, THREADS)] = pieces[-1]
-  return pieces
-
-
-# --- tables ----------------------------------------------------------------------------------
-
-
-def _tables(
-  index_ref: Any,
-  load_ref: Any,
-  replica_ref: Any,
-  quota_ref: Any,
-  rank_ref: Any,
-  count_ref: Any,
-  pair_ref: Any,
-  size_ref: Any,
-  rounds_ref: Any,
-  chunk_ref: Any,
-  *,
-  sizes: _Sizes,
-) -> None:
-  block = lax.axis_index(_BLOCK_AXIS)
-  first_pair, last = sizes.chunks, sizes.chunks + sizes.pair_blocks
-  rank = lookup(rank_ref, thread_index() * 0)
-
-  @when(block < first_pair)
-  def _() -> None:
-    _count(index_ref, chunk_ref, count_ref, block, sizes)
-
-  @when((block >= first_pair) & (block < last))
-  def _() -> None:
-    pair = (block - first_pair) * THREADS + thread_index()
-    _tell_pairs(load_ref, replica_ref, quota_ref, rank, pair_ref, pair, sizes)
-
-  @when(block == last)
-  def _() -> None:
-    _tell_sizes(replica_ref, quota_ref, rank, size_ref, rounds_ref, sizes)
-
-
-def _count(index_ref: Any, chunk_ref: Any, count_ref: Any, chunk: Array, sizes: _Sizes) -> None:
-  """How often each expert is in a chunk."""
-  _read_chunk(index_ref, chunk_ref, chunk, sizes)
-  experts = [e for _, e in chunks(sizes.num_experts)]
-
-  def add(j: Array, counts: list[Array]) -> list[Array]:
-    expert = chunk_ref[j]
-    return [c + ones(e == expert) for c, e in zip(counts, experts, strict=True)]
-
-  counts = unrolled(_CHUNK, add, [e * 0 for e in experts])
-  first = chunk * padded(sizes.num_experts)
-  for expert, count in zip(experts, counts, strict=True):
-    store(count_ref, first + expert, count, expert * 0 + 1)
-
-
-def _tell_pairs(
-  load_ref: Any,
-  replica_ref: Any,
-  quota_ref: Any,
-  rank: Array,
-  pair_ref: Any,
-  pair: Array,
-  sizes: _Sizes,
-) -> None:
-  """Fills ``_FIELDS`` for a pair of an expert and a host per thread."""
-  ranks, experts, home, slots = (
-    sizes.num_ranks,
-    sizes.num_experts,
-    sizes.num_home,
-    sizes.num_slots,
-  )
-  index = jnp.minimum(pair, sizes.pairs - 1)
-  expert, host = divide(index, ranks)
-
-  def along_line(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-    end, start = carry
-    load, quota = lookup(load_ref, j * experts + expert), lookup(quota_ref, expert * ranks + j)
-    kept = jnp.minimum(load, quota)
-    return end + where(j <= host, quota - kept, 0), start + where(j < rank, load - kept, 0)
-
-  end, start = unrolled(ranks, along_line, (index * 0, index * 0))
-  quota = lookup(quota_ref, index)
-  kept = jnp.minimum(lookup(load_ref, host * experts + expert), quota)
-  host_start = end - (quota - kept)
-  earlier = clip(start - host_start, end - host_start) + where(host < rank, kept, 0)
-
-  # Rows on the host before the expert's slot, which is a home slot or one of the replicas.
-  own = expert - host * home
-
-  def add_home(m: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-    before, total = carry
-    rows = lookup(quota_ref, (host * home + m) * ranks + host)
-    return before + where(m < own, rows, 0), total + rows
-
-  before, total = unrolled(home, add_home, (index * 0, index * 0))
-  before = where((own >= 0) & (own < home), before, 0)
-
-  def add_replica(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-    before, total = carry
-    other = lookup(replica_ref, host * slots + s)
-    rows = where(other >= 0, lookup(quota_ref, jnp.maximum(other, 0) * ranks + host), 0)
-    return where(other == expert, total, before), total + rows
-
-  before, _ = unrolled(slots, add_replica, (before, total))
-  first = before + earlier
-  values = {
-    _END: end,
-    _TO_ROW: first - jnp.maximum(start, host_start),
-    _FIRST: first,
-    _KEPT: kept,
-    _START: start,
-  }
-  for field, value in values.items():
-    store(pair_ref, index + field * sizes.pairs, value, ones(pair == index))
-
-
-def _tell_sizes(
-  replica_ref: Any, quota_ref: Any, rank: Array, size_ref: Any, rounds_ref: Any, sizes: _Sizes
-) -> None:
-  """Rows of each slot of this rank, and the rounds that the busiest rank needs."""
-  slots = sizes.num_home + sizes.num_slots
-  for _, i in chunks(slots):
-    replica = clip(i - sizes.num_home, i * 0 + sizes.num_slots - 1)
-    replica = lookup(replica_ref, rank * sizes.num_slots + replica)
-    home = rank * sizes.num_home + jnp.minimum(i, sizes.num_home - 1)
-    expert = where(i < sizes.num_home, home, replica)
-    quota = lookup(quota_ref, jnp.maximum(expert, 0) * sizes.num_ranks + rank)
-    store(size_ref, jnp.minimum(i, slots - 1), where(expert >= 0, quota, 0), ones(i < slots))
-  hosts = [jnp.minimum(g, sizes.num_ranks - 1) for _, g in chunks(sizes.num_ranks)]
-
-  def add(e: Array, loads: list[Array]) -> list[Array]:
-    first = e * sizes.num_ranks
-    return [x + lookup(quota_ref, first + g) for x, g in zip(loads, hosts, strict=True)]
-
-  loads = unrolled(sizes.num_experts, add, [g * 0 for g in hosts], 64)
-  busiest = functools.reduce(jnp.maximum, loads)
-  busiest = thread_index() * 0 + jnp.max(busiest)
-  rounds = jnp.maximum(ceil_div(busiest, sizes.capacity), 1)
-  store(rounds_ref, busiest * 0, rounds, ones(thread_index() == 0))
-
-
-# --- rows ------------------------------------------------------------------------------------
-
-
 def _rows(
   index_ref: Any,
   rank_ref: Any,
@@ -342,14 +161,14 @@ def _rows(
   chunk_ref: Any,
   before_ref: Any,
   *,
-  sizes: _Sizes,
+  sizes: Sizes,
 ) -> None:
-  chunk, ranks = lax.axis_index(_BLOCK_AXIS), sizes.num_ranks
+  chunk, ranks = lax.axis_index(BLOCK_AXIS), sizes.num_ranks
   rank = lookup(rank_ref, thread_index() * 0)
-  experts = _read_chunk(index_ref, chunk_ref, chunk, sizes)
+  experts = read_chunk(index_ref, chunk_ref, chunk, sizes)
   _add_chunks_before(count_ref, before_ref, chunk, sizes)
   for (start, i), inside, expert in zip(
-    chunks(_CHUNK), _ordinals(chunk_ref, experts), experts, strict=True
+    chunks(CHUNK), _ordinals(chunk_ref, experts), experts, strict=True
   ):
     del start
     valid = expert < sizes.num_experts
@@ -359,25 +178,25 @@ def _rows(
     def tell(field: int, host: Array, expert: Array = expert) -> Array:
       return lookup(pair_ref, expert * ranks + host + field * sizes.pairs)
 
-    kept = tell(_KEPT, rank)
-    place = tell(_START, rank) + ordinal - kept
+    kept = tell(KEPT, rank)
+    place = tell(START, rank) + ordinal - kept
     # The first host whose interval ends after the place.
     host = expert * 0
     for bit in reversed(range((ranks - 1).bit_length())):
       later = host + (1 << bit)
-      passed = tell(_END, jnp.minimum(later, ranks) - 1) <= place
+      passed = tell(END, jnp.minimum(later, ranks) - 1) <= place
       host = where(passed, later, host)
     stays = ordinal < kept
     host = where(stays, rank, jnp.minimum(host, ranks - 1))
-    row = where(stays, tell(_FIRST, rank) + ordinal, tell(_TO_ROW, host) + place)
-    target = chunk * _CHUNK + i
+    row = where(stays, tell(FIRST, rank) + ordinal, tell(TO_ROW, host) + place)
+    target = chunk * CHUNK + i
     exists = ones(target < sizes.assignments)
     target = jnp.minimum(target, sizes.assignments - 1)
     store(dest_ref, target, where(valid, host, -1), exists)
     store(row_ref, target, where(valid, row, 0), exists)
 
 
-def _add_chunks_before(count_ref: Any, before_ref: Any, chunk: Array, sizes: _Sizes) -> None:
+def _add_chunks_before(count_ref: Any, before_ref: Any, chunk: Array, sizes: Sizes) -> None:
   """Assignments to each expert in earlier chunks, to shared memory."""
   width = padded(sizes.num_experts)
   experts = [e for _, e in chunks(sizes.num_experts)]
@@ -402,7 +221,7 @@ def _ordinals(chunk_ref: Any, experts: list[Array]) -> list[Array]:
   """Equal experts earlier in the chunk."""
   thread = thread_index()
   found = [expert * 0 for expert in experts]
-  for segment in range(_PIECES):
+  for segment in range(PIECES):
 
     def add(j: Array, found: list[Array], segment: int = segment) -> list[Array]:
       other = chunk_ref[segment * THREADS + j]
