@@ -1,11 +1,14 @@
 """The gradient of grouped matmuls to their weights: per slot, a contraction over its rows.
 
-If the multiplying warpgroups take turns, a stage belongs to one of them, which can blank out the
-rows of other groups in it. Else those rows are gathered before.
+Nothing is multiplied while a tile of the result is stored: 128 KB of float32, at about 32 bytes a
+cycle of an SM, take as long as four steps. Registers do not hold the sums of two tiles, and
+multiplying and loading already take shared memory's whole rate, so that stores which wait there
+cost what they save (measured: docs/benchmarks.md).
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import matmul_layout as layout
 from pallas_kernels import matmul_pipeline as pipeline
 from pallas_kernels.branches import when
-from pallas_kernels.matmul_layout import DEPTH, Array, Tile, Tuning
+from pallas_kernels.matmul_layout import DEPTH, MULTIPLYING, Array, Tile, Tuning
 from pallas_kernels.matmul_pipeline import Ring, Work
 from pallas_kernels.tiles import Transfer
 
 _BORDER = 2 * DEPTH  # room for the rows of a group outside its aligned part: at most 7 + 63
+_PIECE = (64, 32)  # rows and columns stored at a time: 128 bytes wide, the widest swizzle
 
 
 @functools.partial(jax.jit, static_argnames=("num_home", "tuning"))
@@ -75,24 +79,20 @@ def wgrad_beside(
   layout.expect_multiple("C", capacity, 8)
   layout.expect_capacity(capacity)
   tuning = tuning or layout.make_room(transfer is not None)
-  if tuning.schedule == "deferred":
-    raise ValueError('tuning: expected "together" or "in_turns", got "deferred"')
+  if tuning.schedule != "together":
+    raise ValueError(f"tuning: expected 'together', got {tuning.schedule!r}")
   tile = layout.choose_tile(depth, cols, 1, tuning)
   if (cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
   num_replica = num_slots - num_home
   out_type = functools.partial(jax.typeof(rows_CK).update, dtype=jnp.dtype(jnp.float32))
-  operands: tuple[Array, ...]
-  if tile.strips == 1:
-    operands = covering_steps(group_size_P), rows_CK, grad_CN
-  else:
-    table, border_row_PB, mine_PB = inner_steps(capacity, group_size_P)
+  table, border_row_PB, mine_PB = inner_steps(capacity, group_size_P)
 
-    def border(x_CX: Array) -> Array:
-      x_PBX = jnp.where(mine_PB[..., None], x_CX[border_row_PB], jnp.zeros((), x_CX.dtype))
-      return x_PBX.reshape(-1, x_CX.shape[1])
+  def border(x_CX: Array) -> Array:
+    x_PBX = jnp.where(mine_PB[..., None], x_CX[border_row_PB], jnp.zeros((), x_CX.dtype))
+    return x_PBX.reshape(-1, x_CX.shape[1])
 
-    operands = table, rows_CK, grad_CN, border(rows_CK), border(grad_CN)
+  operands = table, rows_CK, grad_CN, border(rows_CK), border(grad_CN)
   grads, transferred = pipeline.launch(
     functools.partial(_body, num_home=num_home, tile=tile, tuning=tuning),
     *operands,
@@ -101,6 +101,7 @@ def wgrad_beside(
       [
         pipeline.smem(tuning.stages, tile.strips, DEPTH, tile.strip),
         pipeline.smem(tuning.stages, DEPTH, tile.cols),
+        pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECE, dtype=jnp.float32),
       ]
     ],
     loads=tile.strips + 1,
@@ -111,20 +112,6 @@ def wgrad_beside(
   )
   replica = grads[1] if num_replica else jnp.zeros((0, depth, cols), jnp.float32)
   return (grads[0], replica), transferred
-
-
-def covering_steps(group_size_P: Array) -> Array:
-  """The stages that hold each group's rows, from the last row before it that TMA can address.
-
-  Returns:
-    ``[4, P]`` int32, the largest group first, since what a block does last should be short:
-    slot, first row (a multiple of 8), the group's first row after that, and the one behind its
-    last.
-  """
-  start_P = layout.sum_before(group_size_P)
-  head_P = start_P % 8
-  lines_3P = jnp.stack([start_P - head_P, head_P, head_P + group_size_P])
-  return _largest_first(group_size_P, lines_3P)
 
 
 def inner_steps(capacity: int, group_size_P: Array) -> tuple[Array, Array, Array]:
@@ -174,8 +161,7 @@ def _body(
   tile: Tile,
   tuning: Tuning,
 ) -> None:
-  in_turns = tile.strips == 1
-  (table, *operands), ((lhs, rhs),) = inputs, views
+  (table, rows, grad, border_rows, border_grad), ((lhs, rhs, staged),) = inputs, views
   num_rows = outs[0].shape[1] // tile.rows
   num_cols = outs[0].shape[2] // tile.cols // tuning.cluster
   slot_tiles = num_rows * num_cols
@@ -187,16 +173,11 @@ def _body(
     band = tuning.band // (tile.cols * tuning.cluster)
     row, col = layout.position(in_slot, num_rows, num_cols, band)
     corner = row * tile.rows, (col * tuning.cluster + rank) * tile.cols
-    slot, *lines = (table[line, index] for line in range(4))
-    if in_turns:
-      first_row, begin, end = lines
-      steps = lax.select(end > begin, lax.div(end + DEPTH - 1, jnp.int32(DEPTH)), jnp.int32(0))
-      return Work(steps, (slot, first_row, begin, end, *corner))
-    first_row, border_steps, steps = lines
-    return Work(steps, (slot, first_row, border_steps, border_steps, *corner))
+    slot, first_row, border_steps, steps = (table[line, index] for line in range(4))
+    return Work(steps, (slot, first_row, border_steps, *corner))
 
   def load(work: Work, before: Array, owner: Array) -> None:
-    slot, aligned, border_steps, _, out_row, out_col = work.rest
+    slot, aligned, border_steps, out_row, out_col = work.rest
 
     def load_steps(rows: Any, grad: Any, first_row: Array, before: Array, count: Array) -> None:
       def step(k: Array, _: None) -> None:
@@ -210,47 +191,35 @@ def _body(
 
       lax.fori_loop(0, count, step, None)
 
-    if in_turns:
-      rows, grad = operands
-      load_steps(rows, grad, aligned, before, work.steps)
-    else:
-      rows, grad, border_rows, border_grad = operands
-      load_steps(border_rows, border_grad, slot * _BORDER, before, border_steps)
-      load_steps(rows, grad, aligned, before + border_steps, work.steps - border_steps)
+    load_steps(border_rows, border_grad, slot * _BORDER, before, border_steps)
+    load_steps(rows, grad, aligned, before + border_steps, work.steps - border_steps)
 
   def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
-    slot, _, begin, end, out_row, out_col = work.rest
-
-    def blank(k: Array, stage: Array) -> None:
-      """Zeroes the rows of other groups, which may be NaN, in both operands."""
-      first, behind = begin - k * DEPTH, end - k * DEPTH
-
-      @when((first > 0) | (behind < DEPTH))
-      def _() -> None:
-        for operand in (lhs.at[stage, 0], rhs.at[stage]):
-          row = plgpu.broadcasted_iota(jnp.int32, operand.shape, 0, layout=plgpu.Layout.WGMMA)
-          mine = (row >= first) & (row < behind)
-          operand[...] = jnp.where(mine, operand[...], jnp.zeros((), operand.dtype))
-        plgpu.commit_smem()
+    slot, _, _, out_row, out_col = work.rest
 
     def multiply(acc: Any) -> Array:
       def wgmma(stage: Array) -> None:
         plgpu.wgmma(acc, lhs.at[stage, strip].transpose((1, 0)), rhs.at[stage])
 
-      prepare = blank if in_turns else None
-      ring.multiply(owner, before, work.steps, wgmma, prepare=prepare)
+      ring.multiply(owner, before, work.steps, wgmma)
       return acc[...]
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
 
-    def store(out: Any, slot: Array) -> None:
-      # A quad of threads holds 32 consecutive bytes: straight to memory is as good as by TMA,
-      # and there is nothing to wait for.
-      rows = pl.ds(out_row + strip * tile.strip, tile.strip)
-      out[slot, rows, pl.ds(out_col, tile.cols)] = product
+    # A piece at a time in each buffer, which is free once TMA has read what was in it before.
+    pieces = itertools.product(range(0, tile.strip, _PIECE[0]), range(0, tile.cols, _PIECE[1]))
+    for i, (r, c) in enumerate(pieces):
+      piece = staged.at[strip, i % tuning.buffers]
+      plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
+      piece[...] = product[r : r + _PIECE[0], c : c + _PIECE[1]]
+      plgpu.commit_smem()
+      at = pl.ds(out_row + strip * tile.strip + r, _PIECE[0]), pl.ds(out_col + c, _PIECE[1])
 
-    when(slot < num_home)(lambda: store(outs[0], slot))
-    when(slot >= num_home)(lambda: store(outs[-1], slot - num_home))
+      def store(out: Any, slot: Array, piece: Any = piece, at: Any = at) -> None:
+        plgpu.copy_smem_to_gmem(piece, out.at[slot, *at])
+
+      when(slot < num_home)(functools.partial(store, outs[0], slot))
+      when(slot >= num_home)(functools.partial(store, outs[-1], slot - num_home))
 
   num_tiles = table.shape[1] * slot_tiles
   pipeline.persist(num_tiles, describe, load, compute, ring, tile, tuning)

@@ -33,7 +33,8 @@ class Tuning:
       they multiply the next one. "in_turns": each has a tile of 128 × 128 of its own, and stores
       it while the other multiplies.
     stages: of the ring; each has ``DEPTH`` of both operands.
-    buffers: pieces of 64 × 64 that a warpgroup stores at a time.
+    buffers: pieces of 8 KB (64 × 64 of bfloat16, 64 × 32 of float32) that a warpgroup stores at
+      a time.
     band: columns worked on side by side, so that the cache serves most loads.
     blocks: 132 are the SMs of an H100 or H200. With a multiple of them, the first 132 take half
       of the tiles, the next ones half of the rest, and so on; the device's scheduler hands them
@@ -82,7 +83,7 @@ class Tuning:
 
   @property
   def store_bytes(self) -> int:
-    """Of the pieces to be stored, if the kernel stores by TMA."""
+    """Of the pieces to be stored."""
     return 2 * MULTIPLYING * self.buffers * 64 * 64
 
 

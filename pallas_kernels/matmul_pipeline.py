@@ -64,7 +64,6 @@ class Ring:
     count: Array | int,
     wgmma: Callable[[Array], None],
     *,
-    prepare: Callable[[Array, Array], None] | None = None,
     meanwhile: Sequence[Callable[[], None]] = (),
   ) -> None:
     """Multiplies ``count`` stages, giving each back once the next one's product is under way.
@@ -74,15 +73,12 @@ class Ring:
       first: the steps before this tile.
       count: at least as many as there is to do meanwhile.
       wgmma: starts to multiply a stage.
-      prepare: given the step of the tile and its stage before that is multiplied.
       meanwhile: what to do while the first stages are multiplied, one by one.
     """
 
     def step(k: Array | int, other: Callable[[], None] = lambda: None) -> None:
       stage = self.stage(first + k)
       plgpu.barrier_wait(self._full(owner, stage))
-      if prepare is not None:
-        prepare(jnp.int32(k), stage)
       wgmma(stage)
       other()
       plgpu.wgmma_wait(1)

@@ -220,11 +220,11 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       f"got {tuning!r}"
     )
   if isinstance(tuning, matmul_layout.Tuning):
-    if operation.startswith("wgrad") and tuning.schedule == "deferred":
-      raise ValueError(f'schedule: expected "together" or "in_turns" for {operation!r}')
+    if operation.startswith("wgrad") and tuning.schedule != "together":
+      raise ValueError(f"schedule: expected 'together' for {operation!r}, got {tuning.schedule!r}")
     if operation.endswith("beside") and tuning.cluster > 1:
       raise ValueError(f"cluster: expected 1 for {operation!r}, got {tuning.cluster}")
-    shared = tuning.ring_bytes + (0 if operation.startswith("wgrad") else tuning.store_bytes)
+    shared = tuning.ring_bytes + tuning.store_bytes
     if shared > tiles.SHARED_BYTES:
       raise ValueError(
         f"stages, buffers: expected at most {tiles.SHARED_BYTES} shared bytes for {operation!r}, "

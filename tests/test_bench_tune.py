@@ -115,7 +115,7 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   path = tmp_path / "table.json"
   words = ["--shapes", "qwen3-235b", "deepseek-v3", "--write", str(path), "--operations"]
   monkeypatch.setattr("sys.argv", ["python -m ultraep_jax bench tune", *words, "gated"])
-  monkeypatch.setattr(contest, "hold", planted({"deferred": 0.8, "in turns": 0.9}))
+  monkeypatch.setattr(contest, "hold", planted({"deferred": 0.8, "bare": 0.9}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   table = json.loads(path.read_text())
   assert table["device_kind"] == KIND
@@ -133,13 +133,13 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   assert measured["gain"] == 0.25 and measured["us"] == 8e5
   tunings = Tunings.read(path)
   assert tunings.find("gated", 128, 128) == Tuning("deferred")
-  assert tunings.find("wgrad", 128, 128) == Tuning("in_turns", stages=6)
+  assert tunings.find("wgrad", 128, 128) == Tuning(auto_barriers=False)
   lines = capsys.readouterr().out.splitlines()
   assert [line.endswith("+25.0% *") for line in lines if " deferred  " in line] == [True, True]
   assert any(" 0.438 of dense" in line for line in lines)  # of 256 rows, 224 are used
 
   # Once more: what is better now replaces what was, what is not measured to the end does not.
-  monkeypatch.setattr(contest, "hold", planted({"deferred": None, "in turns": 2.0}))
+  monkeypatch.setattr(contest, "hold", planted({"deferred": None, "bare": 2.0}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   tunings = Tunings.read(path)
   assert tunings.find("gated", 128, 128) == Tuning("deferred")

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_rows import (
-  IN_PAIRS,
-  IN_TURNS,
   SIZES,
   TOGETHER,
   WHOLE,
@@ -26,6 +24,7 @@ from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
 from pallas_kernels.matmul_layout import Tuning
 
 CAPACITY, SLOTS = 1024, 6
+IN_PAIRS = Tuning(blocks=4, cluster=2)
 
 # Widths of several models, widths of one tile, one home slot, no replica, odd capacities.
 SHAPES = [
@@ -36,8 +35,8 @@ SHAPES = [
 ]
 TUNINGS = {
   "together": Tuning(),
-  "in_turns": Tuning("in_turns", stages=7, blocks=264, auto_barriers=False),
-  "in_pairs": Tuning("in_turns", stages=6, cluster=2),
+  "few stages": Tuning(stages=3, buffers=3, blocks=264, auto_barriers=False),
+  "in pairs": Tuning(cluster=2),
 }
 
 
@@ -54,7 +53,6 @@ def test_wgrad_lowers(c, k, n, m, s, tuning):
 
 
 inner_steps = jax.jit(module.inner_steps, static_argnums=0)
-covering_steps = jax.jit(module.covering_steps)
 
 examples = (
   example(np.zeros(SLOTS, np.int64)),
@@ -85,18 +83,6 @@ def test_inner_steps_contract_every_row_of_their_group_once(sizes):
     assert 64 * steps < sizes[slot] + 64
 
 
-@with_examples
-@given(sizes_that_fit(CAPACITY, SLOTS))
-def test_covering_steps_begin_where_memory_can_be_addressed(sizes):
-  table = np.asarray(covering_steps(jnp.array(sizes, jnp.int32)))
-  end = np.cumsum(sizes)
-  assert list(sizes[table[0]]) == sorted(sizes, reverse=True)
-  for slot, first_row, begin, behind in table.T:
-    assert first_row % 8 == 0
-    assert 0 <= begin < 8
-    assert (first_row + begin, first_row + behind) == (end[slot] - sizes[slot], end[slot])
-
-
 def check(sizes, tuning, num_home, depth, cols):
   rng = np.random.default_rng(0)
   rows, grad = used_rows(rng, sizes, depth), used_rows(rng, sizes, cols)
@@ -115,7 +101,7 @@ def check(sizes, tuning, num_home, depth, cols):
   [
     (TOGETHER, 2, 128, 256),
     (TOGETHER, 4, 256, 128),
-    (IN_TURNS, 3, 128, 256),
+    (IN_PAIRS, 3, 128, 512),
   ],
 )
 def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols):
@@ -124,7 +110,7 @@ def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols):
 
 
 @pytest.mark.parametrize(
-  ("tuning", "sizes"), [(TOGETHER, WHOLE), (IN_TURNS, SIZES[0]), (IN_PAIRS, SIZES[0])]
+  ("tuning", "sizes"), [(TOGETHER, WHOLE), (TOGETHER, SIZES[0]), (IN_PAIRS, SIZES[0])]
 )
 def test_wgrad_has_no_race(tuning, sizes):
   with interpreted(races=True):
@@ -155,5 +141,5 @@ def test_wgrad_refuses_what_it_does_not_do():
   sizes = zeros(3, dtype=jnp.int32)
   with pytest.raises(NotImplementedError, match="grad_CN: expected bfloat16, got float32"):
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128, dtype=jnp.float32), sizes, 2)
-  with pytest.raises(ValueError, match='expected "together" or "in_turns", got "deferred"'):
+  with pytest.raises(ValueError, match="tuning: expected 'together', got 'deferred'"):
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, tuning=Tuning("deferred"))

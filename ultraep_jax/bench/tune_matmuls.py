@@ -18,9 +18,10 @@ _FEW = {
   "deferred, band 4096": dataclasses.replace(_DEFERRED, band=4096),
 }
 _FEW_OF_WGRAD = {
-  "in turns": _IN_TURNS,
   "band 1024": Tuning(band=1024),
   "band 4096": Tuning(band=4096),
+  "pairs": Tuning(cluster=2),
+  "bare": Tuning(auto_barriers=False),
 }
 _MORE = {
   "band 1024": Tuning(band=1024),
@@ -41,8 +42,8 @@ def candidates(problem: Problem, more: bool) -> dict[str, Tuning]:
   wgrad = problem.operation.startswith("wgrad")
   few = _FEW_OF_WGRAD if wgrad else _FEW
   for label, tuning in (few | (_MORE if more else {})).items():
-    if wgrad and tuning.schedule == "deferred":
-      continue  # it holds no tile back to store it later
+    if wgrad and tuning.schedule != "together":
+      continue  # it has no other
     if problem.operation.endswith("beside") and tuning.cluster > 1:
       continue
     if tuning.band > problem.default.band >= problem.widths[-1]:
