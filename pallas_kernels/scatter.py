@@ -2,7 +2,8 @@
 
 Where several threads update one element, all updates count, in any order: sums and extremes of
 integers come out the same. Nothing here waits for other threads but what says so, so that others
-may read what was written only after ``barrier``, and overwrite it only after one more.
+may read what was written only after ``barrier``, and overwrite it only after one more; in a kernel
+of several warpgroups, after ``clusters.wait_for_block``.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ Array = jax.Array
 
 
 def put_at(table_ref: Any, index: Array, value: Array | int, mask: Array | None = None) -> None:
-  """Each thread whose ``mask`` (``[128]`` bool) is set writes element ``index`` of a vector.
+  """Each thread whose ``mask`` (``[128]`` bool or int32) is not 0 writes an element of a vector.
 
   Where several threads write one element, they have to write the same value.
   """
@@ -48,7 +49,9 @@ def _update(
 ) -> None:
   # Predicates, not branches: barriers follow. Relaxed: the barriers order what has to be in order.
   operation = "st.shared" if kind == "store" else f"red.relaxed.cta.shared.{kind}"
-  ptx = f"{operation}.s32 [$0], $1;"
+  # Sums are the same of unsigned numbers, and only for these does the compiler have an instruction
+  # that counts the threads that add 1 to one element. Others would do so one by one.
+  ptx = f"{operation}.{'u32' if kind == 'add' else 's32'} [$0], $1;"
 
   def update(ctx: Any, table: ir.Value, *args: mgpu.FragmentedArray) -> None:
     del ctx
@@ -58,7 +61,7 @@ def _update(
     chosen = arith.cmpi(arith.CmpIPredicate.ne, mask, arith.constant(i32, 0))
     utils.inline_ptx(ptx, place, value, predicate=chosen, has_side_effects=True)
 
-  update.writes = kind  # the interpreter knows it
+  update.effect = kind
   everyone = index * 0 + 1
   plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))(update)(
     table_ref, index, index * 0 + value, everyone if mask is None else ones(mask)
@@ -72,14 +75,14 @@ def fill(table_ref: Any, size: int, value: int) -> None:
 
 
 def barrier() -> None:
-  """All threads wait here for each other, and then see what the others wrote."""
+  """All threads of the warpgroup wait here for each other, and then see what the others wrote."""
 
   def wait(ctx: Any) -> None:
     del ctx
     ptx, name = f"bar.sync $0, {THREADS};", utils.warpgroup_barrier_idx(sync=False)
     utils.inline_ptx(ptx, name, has_side_effects=True, convergent=True)
 
-  wait.twin, wait.joins = lambda: None, True
+  wait.effect = "join_warpgroup"
   plgpu.inline_mgpu()(wait)()
 
 
@@ -97,6 +100,6 @@ def any_of_all(mask: Array) -> Array:
     )
     return mgpu.FragmentedArray.splat(voted, shape=(), is_signed=False)
 
-  vote.twin, vote.joins = lambda mask: jnp.any(mask != 0), True
+  vote.twin, vote.effect = lambda mask: jnp.any(mask != 0), "join_warpgroup"
   result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=plgpu.Layout.WG_SPLAT)
   return plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(vote)(ones(mask))

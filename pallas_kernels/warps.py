@@ -3,13 +3,14 @@
 A kernel of one warpgroup that computes on arrays of shape ``[128]`` with ``LAYOUT`` is a program
 for 128 threads: arithmetic is each thread's own. Pallas has no operation for what a warp does
 together, nor for a load at an index per thread; those are here, as inlined Mosaic GPU code. Each
-carries a ``twin``, the same function of whole arrays, by which the tests interpret it, or says how
-it ``writes`` to a vector.
+carries a ``twin``, the same function of whole arrays, by which the tests interpret it, or the name
+of an ``effect`` that they know.
 
 Warps may leave a loop at different times: a loop on ``any_of_warp`` must have a body that changes
 nothing once the condition is false, and no store or barrier, since those join all four warps.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ Array = jax.Array
 INT32_MAX = 2**31 - 1
 LANES, THREADS = 32, 128
 LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_ALL_LANES = -1
+ALL_LANES = -1
 
 
 def thread_index() -> Array:
@@ -61,8 +62,8 @@ def _reduction(kind: nvvm.ReductionKind, reduce: Callable[..., Any]) -> Callable
   def over_lanes(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     del ctx
     i32 = ir.IntegerType.get_signless(32)
-    mask = arith.constant(i32, _ALL_LANES)
-    return _map(x, lambda value: nvvm.redux_sync(value, kind, mask))
+    mask = arith.constant(i32, ALL_LANES)
+    return mapped(x, lambda value: nvvm.redux_sync(value, kind, mask))
 
   over_lanes.twin = functools.partial(_by_warp, reduce)
   result = plgpu.ShapeDtypeStruct((THREADS,), jnp.dtype(jnp.int32), layout=LAYOUT)
@@ -90,7 +91,7 @@ def any_of_warp(x: Array) -> Array:
   def vote(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     del ctx
     i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
-    zero, mask = arith.constant(i32, 0), arith.constant(i32, _ALL_LANES)
+    zero, mask = arith.constant(i32, 0), arith.constant(i32, ALL_LANES)
     own = arith.cmpi(arith.CmpIPredicate.ne, element(x), zero)
     voted = nvvm.vote_sync(mask, own, nvvm.VoteSyncKind.any, results=[i1])
     return mgpu.FragmentedArray.splat(voted, shape=(), is_signed=False)
@@ -100,19 +101,31 @@ def any_of_warp(x: Array) -> Array:
   return plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(vote)(x)
 
 
-def _map(x: mgpu.FragmentedArray, function: Callable[[ir.Value], ir.Value]) -> mgpu.FragmentedArray:
-  """An array of int32 from each thread's own element."""
+def mapped(
+  x: mgpu.FragmentedArray, function: Callable[[ir.Value], ir.Value]
+) -> mgpu.FragmentedArray:
+  """An array of int32 from each thread's own element, in inlined code."""
   result = x.foreach(lambda value, _: function(value), create_array=True, is_signed=True)
   assert result is not None
   return result
 
 
 def element(x: mgpu.FragmentedArray) -> ir.Value:
-  """A thread's own element of an array, for inlined code."""
+  """A thread's own element of an array, in inlined code."""
   values: list[ir.Value] = []
   x.foreach(lambda value, _: values.append(value))
   (value,) = values
   return value
+
+
+@contextlib.contextmanager
+def chosen(mask: ir.Value) -> Iterator[None]:
+  """What is inside is for threads whose ``mask`` is not 0, in inlined code."""
+  zero = arith.constant(ir.IntegerType.get_signless(32), 0)
+  branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, mask, zero))
+  with ir.InsertionPoint(branch.then_block):
+    yield
+    scf.yield_([])
 
 
 def lookup(table_ref: Any, index: Array) -> Array:
@@ -124,7 +137,7 @@ def lookup(table_ref: Any, index: Array) -> Array:
     def load_one(value: ir.Value) -> ir.Value:
       return memref.load(table, [arith.index_cast(ir.IndexType.get(), value)])
 
-    return _map(index, load_one)
+    return mapped(index, load_one)
 
   load.twin = lambda table, index: table[index]
   result = plgpu.ShapeDtypeStruct((THREADS,), jnp.dtype(jnp.int32), layout=LAYOUT)
@@ -141,13 +154,10 @@ def store(table_ref: Any, index: Array, value: Array, mask: Array) -> None:
   def store_one(ctx: Any, table: ir.Value, *args: mgpu.FragmentedArray) -> None:
     del ctx
     index, value, mask = map(element, args)
-    zero = arith.constant(ir.IntegerType.get_signless(32), 0)
-    chosen = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, mask, zero))
-    with ir.InsertionPoint(chosen.then_block):
+    with chosen(mask):
       memref.store(value, table, [arith.index_cast(ir.IndexType.get(), index)])
-      scf.yield_([])
 
-  store_one.writes = "store"  # the interpreter knows it
+  store_one.effect = "store"
   plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))(store_one)(
     table_ref, index, value, mask
   )

@@ -10,12 +10,14 @@ as many as cores): fewer than warpgroups at work, and they may all wait for a th
 
 import collections
 import contextlib
+import dataclasses
 import functools
+import math
 import operator
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _SIGNALS = (pallas.semaphore_signal_p, gpu_primitives.semaphore_signal_p)
 _WAITS = (pallas.semaphore_wait_p, gpu_primitives.semaphore_wait_p)
 _DEVICE = 1  # where an allocation key, an int array, holds the device
+_BLOCK = 2  # of the cluster
 _REFERENCES = 4  # and how many threads refer to it, which is no part of its identity
+
+# Numbers that no named barrier has.
+_BLOCK_BARRIER, _CLUSTER_BARRIER = -1, -2
 
 _changed = threading.Condition()
 _here = threading.local()
@@ -175,7 +181,7 @@ def _patch_semaphores() -> None:
 
   def semaphore_or_custom(self: Any, eqn: Any, token: Any, values: Any) -> Any:
     function = eqn.params.get("mgpu_fn")
-    if hasattr(function, "twin") or hasattr(function, "writes"):
+    if hasattr(function, "twin") or hasattr(function, "effect"):
       return _call_twin(self, eqn, token, values)
     if "is" not in eqn.params:
       return custom(self, eqn, token, values)
@@ -197,18 +203,26 @@ def _patch_semaphores() -> None:
   jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = semaphore_or_custom
 
 
+class _Here(NamedTuple):
+  """What executes an effect."""
+
+  token: Any
+  thread: Any
+  location: Any
+
+
 def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
   """Code that brings the same function of whole arrays; a reference is read whole.
 
-  Code that ``writes`` updates a vector instead, at indices where a mask is not 0.
+  Code that has an ``effect`` updates a reference instead, or is a barrier and may return, too.
   """
   args = values()[: eqn.params["pytree_args"].num_leaves]
   function = eqn.params["mgpu_fn"]
-  twin, writes = getattr(function, "twin", None), getattr(function, "writes", None)
+  twin, effect = getattr(function, "twin", None), getattr(function, "effect", None)
   for place, var in enumerate(eqn.invars[: len(args)]):
     if hasattr(var.aval, "inner_aval"):
       args[place], transforms = jaxpr_interpret.resolve_ref(var.aval, args[place], ())
-      if writes is None:
+      if effect is None:
         token, args[place] = gpu_callbacks.call_get(
           token=token,
           result_shape_and_dtype=var.aval.inner_aval,
@@ -218,24 +232,66 @@ def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
           transforms=transforms,
           source_info=eqn.source_info,
         )
-  if writes is not None:
-    shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
-    return callback.io_callback(functools.partial(_write_at, writes), shape, token, *args), []
-  assert twin is not None
-  return token, [twin(*args)] if eqn.outvars else []
-
-
-_UPDATES = {"add": np.add.at, "min": np.minimum.at, "max": np.maximum.at, "store": operator.setitem}
+  if effect is not None:
+    groups = self.num_threads_per_block, math.prod(self.cluster_dims)
+    execute = functools.partial(_execute, effect, groups)
+    here = _Here(token, self.thread, self.mesh_location)
+    token = callback.io_callback(execute, gpu_callbacks.TOKEN_SHAPE_DTYPE, here, *args)
+  return token, jax.tree.leaves(twin(*args)) if twin is not None else []
 
 
 @gpu_callbacks.fail_on_exception
-def _write_at(kind: str, token: Any, key: Any, index: Any, value: Any, mask: Any) -> Any:
-  shared = gpu_callbacks._get_shared_memory()
-  content = shared.mem[gpu_callbacks.HostAllocationKey.from_array(key)].content
-  chosen = np.asarray(mask) != 0
+def _execute(effect: str, groups: tuple[int, int], here: _Here, *args: Any) -> Any:
+  """``groups`` are warpgroups of a block, and blocks of a cluster."""
+  _EFFECTS[effect](groups, here, *args)
+  return here.token
+
+
+def _update(change: Callable[..., None], groups: Any, here: Any, key: Any, *args: Any) -> None:
+  """Changes a vector at indices where a mask is not 0, perhaps that of another block."""
+  del groups, here
+  index, value, mask, *peer = map(np.asarray, args)
+  shared, key = gpu_callbacks._get_shared_memory(), np.asarray(key).copy()
+  if peer:
+    key[_BLOCK] = peer[0][0]
+  deadline = time.monotonic() + _patience[0]
+  # Blocks of a cluster start together on a GPU.
+  while (place := gpu_callbacks.HostAllocationKey.from_array(key)) not in shared.mem:
+    shared.check_failed()
+    if time.monotonic() > deadline:
+      raise RuntimeError(f"block {key[_BLOCK]} does not begin")
+    time.sleep(1e-3)
+  chosen = mask != 0
   with shared.lock:
-    _UPDATES[kind](content, np.asarray(index)[chosen], np.asarray(value)[chosen])
-  return token
+    change(shared.mem[place].content, index[chosen], value[chosen])
+
+
+def _meet(arrives: bool, waits: bool, of: str, groups: tuple[int, int], here: _Here) -> None:
+  """Arrives at the barrier of a block or a cluster, waits for it, or both."""
+  shared = gpu_callbacks._get_shared_memory()
+  at, number, size = here.thread, _BLOCK_BARRIER, groups[0]
+  if of == "cluster":
+    at, number, size = dataclasses.replace(at, block_id=0), _CLUSTER_BARRIER, math.prod(groups)
+  barrier = shared.named_barrier(at, number, size)
+  info = shared_memory.GPULoggingInfo(here.location, here.thread, None)
+  if arrives:
+    clock = shared.incr_clock(here.thread) if shared.detect_races else None
+    barrier.arrive(here.thread, clock, info)
+  if waits:
+    barrier.wait(here.thread, info)
+
+
+_EFFECTS: dict[str, Callable[..., None]] = {
+  "store": functools.partial(_update, operator.setitem),
+  "store_at_peer": functools.partial(_update, operator.setitem),
+  "add": functools.partial(_update, np.add.at),
+  "min": functools.partial(_update, np.minimum.at),
+  "max": functools.partial(_update, np.maximum.at),
+  "join_warpgroup": lambda *_: None,  # whose threads are interpreted in step
+  "join_block": functools.partial(_meet, True, True, "block"),
+  "arrive_at_cluster": functools.partial(_meet, True, False, "cluster"),
+  "wait_for_cluster": functools.partial(_meet, False, True, "cluster"),
+}
 
 
 def _semaphore_index(transforms: Any, shape: Sequence[int]) -> tuple[jax.Array, ...]:

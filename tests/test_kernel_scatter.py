@@ -113,5 +113,6 @@ def test_updates_lower_to_predicated_code_for_gpus(monkeypatch):
     copy_out([vector_ref], [out_ref])
 
   jax.jit(lambda: kernel(body, 1)()).trace().lower(lowering_platforms=("cuda",))
-  names = ["st.shared", *(f"red.relaxed.cta.shared.{kind}" for kind in ("add", "min", "max"))]
-  assert [ptx for ptx in emitted if "bar." not in ptx] == [f"{n}.s32 [$0], $1;" for n in names]
+  kinds = "add.u32", "min.s32", "max.s32"
+  names = ["st.shared.s32", *(f"red.relaxed.cta.shared.{kind}" for kind in kinds)]
+  assert [ptx for ptx in emitted if "bar." not in ptx] == [f"{name} [$0], $1;" for name in names]
