@@ -1,7 +1,8 @@
 """What the blocks of a cluster tell each other, and barriers of several warpgroups.
 
-A cluster is a few blocks that the GPU starts together and that reach each other's shared memory. As
-in ``warps``, arrays have one element a thread; each operation has an ``effect`` that tests know.
+A cluster is a few blocks that the GPU starts together and that reach each other's shared memory,
+from the first line of a kernel on: Mosaic GPU has them all begin before. As in ``warps``, arrays
+have one element a thread; each operation has an ``effect`` that tests know.
 """
 
 from typing import Any

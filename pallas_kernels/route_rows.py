@@ -1,55 +1,46 @@
-"""Where each assignment of a rank runs, in closed form: ``ultraep_jax/route.py`` in two kernels.
+"""Where each assignment of a rank runs, in closed form: ``ultraep_jax/route.py`` in one kernel.
 
-The first kernel fills tables (``route_tables``). In the second each block adds up the counts of the
-chunks before its own, finds the ordinals inside its chunk by comparing all with all, and looks the
-rows up.
+An assignment's row follows from its ordinal, how many assignments to the same expert come before
+it. A cluster of blocks takes a few thousand consecutive assignments. Instead of waiting for the
+clusters before it, it counts their assignments again, each of its blocks a share: that is cheaper
+than a second kernel or a barrier of the whole grid, which would need semaphores that a kernel
+before it clears. Each warp counts its own 32 assignments by expert. Then the blocks of a cluster
+send each other, through shared memory, what comes before their assignments, and look rows up in
+lists of hosts that every block has made meanwhile (``route_lines``).
+
+Only blocks of one cluster wait for each other, and a GPU starts a cluster whole or not at all. So
+nothing can wait for ever, whatever else runs: a cluster that finds no room starts later, and no
+other needs it.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import varying
-from pallas_kernels.route_tables import (
-  BLOCK_AXIS,
-  CHUNK,
-  END,
-  FIELDS,
-  FIRST,
-  KEPT,
-  PIECES,
-  START,
-  TO_ROW,
+from pallas_kernels import route_counts, route_lines, tiles, varying
+from pallas_kernels.branches import when
+from pallas_kernels.clusters import arrive_at_cluster, wait_for_block, wait_for_cluster
+from pallas_kernels.route_block import (
+  CLUSTER_AXIS,
+  GROUP_AXIS,
+  PEER_AXIS,
+  Block,
+  Shared,
   Sizes,
-  fill_tables,
-  read_chunk,
+  Tuning,
 )
-from pallas_kernels.warps import (
-  THREADS,
-  chunks,
-  lookup,
-  ones,
-  padded,
-  store,
-  thread_index,
-  unrolled,
-  where,
-)
+from pallas_kernels.warps import lookup, ones, store, thread_index, where
 
 Array = jax.Array
 
-_PREFETCH = 16  # counts that are loaded at a time
-# Only this lowering takes loads per thread. The kernels reach no other device.
-_PARAMS = plgpu.CompilerParams(
-  lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True
-)
+_ALIGNMENT = 1024  # bytes, of each vector in shared memory
 
 
+@functools.partial(jax.jit, static_argnames=("capacity", "tuning"))
 def route_rows(
   expert_index_TK: Array,
   load_GE: Array,
@@ -58,6 +49,7 @@ def route_rows(
   rank: Array,
   *,
   capacity: int,
+  tuning: Tuning | None = None,
 ) -> tuple[Array, Array, Array, Array]:
   """Routes one rank's assignments; the result is that of ``ultraep_jax.route_tokens``.
 
@@ -65,9 +57,11 @@ def route_rows(
     expert_index_TK: ``[T, K]`` int32, this rank's choices; out of range is masked.
     load_GE: ``[G, E]`` int32, assignments of each source rank to each expert.
     replica_expert_GS: ``[G, S]`` int32, the expert in each slot, −1 if empty.
-    quota_EG: ``[E, G]`` int32, assignments of an expert that run on a rank.
+    quota_EG: ``[E, G]`` int32, assignments of an expert that run on a rank; 0 on a rank that is
+      neither its home nor has a replica. Its sums over ranks are those of ``load_GE``.
     rank: ``[]`` int32, this rank.
     capacity: rows that a rank computes in one round.
+    tuning: how the work is laid out.
 
   Returns:
     ``dest_TK``, −1 if masked, ``row_TK``, 0 if masked, ``group_size_P`` of this rank and
@@ -80,47 +74,52 @@ def route_rows(
   """
   _check(expert_index_TK, load_GE, replica_expert_GS, quota_EG)
   num_ranks, num_slots = replica_expert_GS.shape
-  sizes = Sizes(
-    num_ranks=num_ranks,
-    num_experts=quota_EG.shape[0],
-    num_slots=num_slots,
-    assignments=expert_index_TK.size,
-    capacity=capacity,
+  sizes = _sizes(
+    Sizes(
+      num_ranks=num_ranks,
+      num_experts=quota_EG.shape[0],
+      num_slots=num_slots,
+      assignments=expert_index_TK.size,
+      capacity=capacity,
+      tuning=tuning or Tuning(),
+    )
   )
   inputs = [expert_index_TK, load_GE, replica_expert_GS, quota_EG, rank]
-  index, load, replica, quota, rank = varying.vary_alike(*[x.reshape(-1) for x in inputs])
-  out_type = jax.typeof(index).update
-  slots = sizes.num_home + num_slots
-  tables = plgpu.kernel(
-    functools.partial(fill_tables, sizes=sizes),
-    out_type=[
-      out_type(shape=(sizes.chunks * padded(sizes.num_experts),)),
-      out_type(shape=(len(FIELDS) * sizes.pairs,)),
-      out_type(shape=(slots,)),
-      out_type(shape=(1,)),
-    ],
-    grid=(sizes.chunks + sizes.pair_blocks + 1,),
-    grid_names=(BLOCK_AXIS,),
-    scratch_types=[plgpu.SMEM((CHUNK,), jnp.int32)],
-    compiler_params=_PARAMS,
-    kernel_name="route_tables",
-  )
-  count, pair, group_size_P, num_rounds = tables(index, load, replica, quota, rank)
-  rows = plgpu.kernel(
-    functools.partial(_rows, sizes=sizes),
-    out_type=[out_type(shape=(sizes.assignments,))] * 2,
-    grid=(sizes.chunks,),
-    grid_names=(BLOCK_AXIS,),
-    scratch_types=[
-      plgpu.SMEM((CHUNK,), jnp.int32),
-      plgpu.SMEM((padded(sizes.num_experts),), jnp.int32),
-    ],
-    compiler_params=_PARAMS,
+  inputs = varying.vary_alike(*(x.reshape(-1) for x in inputs))
+  lengths = [sizes.assignments, sizes.assignments, sizes.num_home + num_slots, 1]
+  route = plgpu.kernel(
+    functools.partial(_route, sizes=sizes),
+    out_type=[jax.typeof(inputs[0]).update(shape=(length,)) for length in lengths],
+    grid=(sizes.clusters,),
+    grid_names=(CLUSTER_AXIS,),
+    cluster=(sizes.tuning.peers,),
+    cluster_names=(PEER_AXIS,),
+    num_threads=sizes.tuning.groups,
+    thread_name=GROUP_AXIS,
+    scratch_types=[plgpu.SMEM((length,), jnp.int32) for length in Shared.lengths(sizes)],
+    # Only this lowering takes loads per thread. The kernel reaches no other device.
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True
+    ),
     kernel_name="route_rows",
   )
-  dest, row = rows(index, rank, count, pair)
+  dest, row, group_size_P, num_rounds = route(*inputs)
   shape = expert_index_TK.shape
   return dest.reshape(shape), row.reshape(shape), group_size_P, num_rounds.reshape(())
+
+
+def _sizes(sizes: Sizes) -> Sizes:
+  """With as many assignments a thread as shared memory allows."""
+  for most in range(sizes.pieces, 0, -1):
+    tuning = dataclasses.replace(sizes.tuning, most_pieces=most)
+    sizes = dataclasses.replace(sizes, tuning=tuning)
+    units = sum(-(-4 * length // _ALIGNMENT) for length in Shared.lengths(sizes))
+    if units * _ALIGNMENT <= tiles.SHARED_BYTES:
+      return sizes
+  raise NotImplementedError(
+    "quota_EG, replica_expert_GS: expected fewer experts and slots, got "
+    f"{sizes.num_experts} and {sizes.replicas}"
+  )
 
 
 def _check(
@@ -147,87 +146,67 @@ def _check(
       "expert_index_TK, replica_expert_GS: expected assignments and slots, got shapes "
       f"{expert_index_TK.shape} and {replica_expert_GS.shape}"
     )
-  if num_experts > 32_768:
-    raise NotImplementedError(f"quota_EG: expected at most 32768 experts, got {num_experts}")
 
 
-def _rows(
-  index_ref: Any,
-  rank_ref: Any,
-  count_ref: Any,
-  pair_ref: Any,
-  dest_ref: Any,
-  row_ref: Any,
-  chunk_ref: Any,
-  before_ref: Any,
-  *,
-  sizes: Sizes,
+def _route(*refs: Any, sizes: Sizes) -> None:
+  index_ref, load_ref, replica_ref, quota_ref, rank_ref = refs[:5]
+  dest_ref, row_ref, size_ref, rounds_ref = refs[5:9]
+  block = Block(sizes, Shared(*refs[9:]), lookup(rank_ref, thread_index() * 0))
+
+  # All loads that depend on no other, then those of the items' experts: two trips to memory.
+  assignments = route_counts.own_assignments(block)
+  experts = [route_counts.load_expert(block, index_ref, at) for at in assignments]
+  loads = route_counts.load_before(block, load_ref)
+  items = route_lines.load_items(block, replica_ref)
+  earlier = route_counts.load_earlier(block, index_ref, 0)
+  block.clear()
+  quotas = route_lines.load_quotas(block, items, load_ref, quota_ref)
+  wait_for_block()
+
+  route_counts.count_earlier(block, index_ref, earlier)
+  insides = route_counts.count_warps(block, experts)
+  route_counts.add_before(block, loads)
+  route_lines.share(block, items, quotas)
+  wait_for_block()
+
+  route_counts.send(block)
+  route_lines.begin_lists(block)
+  wait_for_block()
+
+  positions = route_lines.enlist(block, items, quotas)
+  arrive_at_cluster()
+  wait_for_block()
+
+  places = route_lines.place(block, items, positions)
+  wait_for_cluster()
+
+  route_counts.add_sent(block)
+  route_lines.end_lists(block, items, quotas, places)
+  wait_for_block()
+
+  for piece, (at, expert, inside) in enumerate(zip(assignments, experts, insides, strict=True)):
+    _tell(block, piece, at, expert, inside, dest_ref, row_ref)
+
+  @when((block.cluster == 0) & (block.peer == 0))
+  def _() -> None:
+    route_lines.tell_sizes(block, size_ref, rounds_ref)
+
+
+def _tell(
+  block: Block, piece: int, at: Array, expert: Array, inside: Array, dest_ref: Any, row_ref: Any
 ) -> None:
-  chunk, ranks = lax.axis_index(BLOCK_AXIS), sizes.num_ranks
-  rank = lookup(rank_ref, thread_index() * 0)
-  experts = read_chunk(index_ref, chunk_ref, chunk, sizes)
-  _add_chunks_before(count_ref, before_ref, chunk, sizes)
-  for (start, i), inside, expert in zip(
-    chunks(CHUNK), _ordinals(chunk_ref, experts), experts, strict=True
-  ):
-    del start
-    valid = expert < sizes.num_experts
-    expert = jnp.minimum(expert, sizes.num_experts - 1)
-    ordinal = lookup(before_ref, expert) + inside
-
-    def tell(field: int, host: Array, expert: Array = expert) -> Array:
-      return lookup(pair_ref, expert * ranks + host + field * sizes.pairs)
-
-    kept = tell(KEPT, rank)
-    place = tell(START, rank) + ordinal - kept
-    # The first host whose interval ends after the place.
-    host = expert * 0
-    for bit in reversed(range((ranks - 1).bit_length())):
-      later = host + (1 << bit)
-      passed = tell(END, jnp.minimum(later, ranks) - 1) <= place
-      host = where(passed, later, host)
-    stays = ordinal < kept
-    host = where(stays, rank, jnp.minimum(host, ranks - 1))
-    row = where(stays, tell(FIRST, rank) + ordinal, tell(TO_ROW, host) + place)
-    target = chunk * CHUNK + i
-    exists = ones(target < sizes.assignments)
-    target = jnp.minimum(target, sizes.assignments - 1)
-    store(dest_ref, target, where(valid, host, -1), exists)
-    store(row_ref, target, where(valid, row, 0), exists)
-
-
-def _add_chunks_before(count_ref: Any, before_ref: Any, chunk: Array, sizes: Sizes) -> None:
-  """Assignments to each expert in earlier chunks, to shared memory."""
-  width = padded(sizes.num_experts)
-  experts = [e for _, e in chunks(sizes.num_experts)]
-
-  def add(group: Array, sums: list[Array]) -> list[Array]:
-    for offset in range(_PREFETCH):
-      other = group * _PREFETCH + offset
-      first = lax.min(other, jnp.int32(sizes.chunks - 1)) * width
-      sums = [
-        s + where(e * 0 + other < chunk, lookup(count_ref, first + e), 0)
-        for s, e in zip(sums, experts, strict=True)
-      ]
-    return sums
-
-  groups = lax.div(chunk + (_PREFETCH - 1), jnp.int32(_PREFETCH))
-  sums = lax.fori_loop(0, groups, add, [e * 0 for e in experts])
-  for (start, _), total in zip(chunks(sizes.num_experts), sums, strict=True):
-    before_ref[pl.ds(start, THREADS)] = total
-
-
-def _ordinals(chunk_ref: Any, experts: list[Array]) -> list[Array]:
-  """Equal experts earlier in the chunk."""
-  thread = thread_index()
-  found = [expert * 0 for expert in experts]
-  for segment in range(PIECES):
-
-    def add(j: Array, found: list[Array], segment: int = segment) -> list[Array]:
-      other = chunk_ref[segment * THREADS + j]
-      same = [expert == other for expert in experts[segment:]]
-      same[0] &= thread > j
-      return [*found[:segment], *(f + ones(s) for f, s in zip(found[segment:], same, strict=True))]
-
-    found = unrolled(THREADS, add, found)
-  return found
+  """Writes where an assignment of each thread runs."""
+  shared, sizes = block.shared, block.sizes
+  valid = expert < sizes.num_experts
+  expert = jnp.minimum(expert, sizes.num_experts - 1)
+  ordinal = route_counts.ordinal(block, piece, expert, inside)
+  kept = lookup(shared.own_kept, expert)
+  place = lookup(shared.start, expert) + ordinal - kept
+  host, row = route_lines.find_host(block, expert, place)
+  stays = ordinal < kept
+  host = where(stays, block.rank, host)
+  row = where(stays, lookup(shared.own_first, expert) + ordinal, row)
+  exists = ones(at < sizes.assignments)
+  at = jnp.minimum(at, sizes.assignments - 1)
+  store(dest_ref, at, where(valid, host, -1), exists)
+  store(row_ref, at, where(valid, row, 0), exists)

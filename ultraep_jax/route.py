@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.route_rows import route_rows
+from pallas_kernels.route_rows import Tuning, route_rows
 from ultraep_jax import implementation
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import first_that_can
@@ -112,12 +112,17 @@ def _route(
 
 
 def _route_on_gpu(
-  expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int, config: BalanceConfig
+  expert_index_TK: Array,
+  load_GE: Array,
+  plan: Plan,
+  rank: Array | int,
+  config: BalanceConfig,
+  tuning: Tuning | None = None,
 ) -> Routes:
-  """What ``_route`` computes, bit for bit, by kernels for Hopper.
+  """What ``_route`` computes, bit for bit, by a kernel for Hopper.
 
   Raises:
-    NotImplementedError: nothing to route, or more experts than the kernels hold.
+    NotImplementedError: nothing to route, or more experts than the kernel holds.
   """
   (tokens, top_k), (num_experts, num_ranks) = expert_index_TK.shape, plan.quota.shape
   replica_GS = plan.replica_expert
@@ -131,6 +136,7 @@ def _route_on_gpu(
     plan.quota,
     jnp.asarray(rank, jnp.int32),
     capacity=row_capacity(tokens, top_k, num_ranks, config),
+    tuning=tuning,
   )
   return Routes(dest_TK, row_TK, size_P[:num_slots], num_rounds)
 
