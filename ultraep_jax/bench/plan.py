@@ -9,7 +9,7 @@ import argparse
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.route_rows import Tuning
 from ultraep_jax import plan as planner
 from ultraep_jax import route, testing
 from ultraep_jax.bench import timing
@@ -49,21 +50,29 @@ def main() -> None:
   parser.add_argument("what", nargs="*", default=["check", "time", "route"])
   parser.add_argument("--loads", type=int, default=100, help="random loads to check per shape")
   parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+  parser.add_argument("--route-tunings", nargs="*", default=[], help="more, GROUPSxPEERSxCLUSTERS")
   parser.add_argument("--tokens", type=int, default=8192, help="per rank")
   args = parser.parse_args()
   print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
+  routings = [Tuning()]
+  for text in args.route_tunings:
+    groups, peers, clusters = map(int, text.split("x"))
+    routings.append(Tuning(groups=groups, peers=peers, clusters=clusters))
   if "check" in args.what:
     for name, objective in itertools.product(args.shapes, ("balance", "time")):
       check(name, objective, args.loads, args.tokens)
-    for num_experts, num_ranks in ROUTED:
-      check_routes(num_experts, num_ranks, args.tokens, max(1, args.loads // 10))
+    count = max(1, args.loads // 10)
+    for size, tokens, tuning in itertools.product(
+      ROUTED, (args.tokens, 4 * args.tokens, 77), routings
+    ):
+      check_routes(*size, tokens, count, tuning)
   if "time" in args.what:
     timed = [name for name in args.shapes if name in TIMED]
     for name, objective in itertools.product(timed, ("balance", "time")):
       time_plans(name, objective, args.tokens)
   if "route" in args.what:
     for num_experts, num_ranks in ROUTED:
-      time_routes(num_experts, num_ranks, args.tokens)
+      time_routes(num_experts, num_ranks, args.tokens, routings)
 
 
 Planner = Callable[[Array], Plan]
@@ -165,19 +174,24 @@ def time_plans(name: str, objective: str, tokens: int) -> None:
     print(f"{name} by {objective}, ratio {ratio:.2f}: {'; '.join(lines)}", flush=True)
 
 
-def time_routes(num_experts: int, num_ranks: int, tokens: int) -> None:
+def named(tuning: Tuning) -> str:
+  return f"kernel {tuning.groups} x {tuning.peers} x {tuning.clusters}"
+
+
+def time_routes(num_experts: int, num_ranks: int, tokens: int, tunings: Sequence[Tuning]) -> None:
   load_GE = testing.zipf_loads(0, num_experts, num_ranks, tokens, 8, 2.0)
   index_TK = testing.expert_indices(0, load_GE, 8)[0]
   config = BalanceConfig(objective="balance")
   plan = planner.plan_quotas(jnp.asarray(load_GE), config)
 
   args = (jnp.asarray(index_TK), jnp.asarray(load_GE), plan, jnp.int32(0))
-  for label, operation in (("kernels", route._route_on_gpu), ("portable", route._route)):
+  operations = {named(t): functools.partial(route._route_on_gpu, tuning=t) for t in tunings}
+  for name, operation in (operations | {"portable": route._route}).items():
     routes = functools.partial(operation, config=config)
-    print(f"route E{num_experts} G{num_ranks} T{tokens} K8, {label}: {profile(routes, *args)}")
+    print(f"route E{num_experts} G{num_ranks} T{tokens} K8, {name}: {profile(routes, *args)}")
 
 
-def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int) -> None:
+def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuning: Tuning) -> None:
   """Raises AssertionError unless all routes are equal bit for bit."""
   config = BalanceConfig(objective="balance")
   rng = np.random.default_rng(0)
@@ -187,7 +201,7 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int) -> N
     plan = planner.plan_quotas(load_GE, config)
     both = [
       operation(index_TK, load_GE, plan, rank, config)
-      for operation in (route._route_on_gpu, route._route)
+      for operation in (functools.partial(route._route_on_gpu, tuning=tuning), route._route)
     ]
     return jnp.stack([jnp.any(x != y) for x, y in zip(*both, strict=True)])
 
@@ -203,7 +217,10 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int) -> N
     wrong = compare(index_GTK[rank], load_GE.astype(np.int32), jnp.int32(rank))
     bad = [n for n, w in zip(Routes._fields, np.asarray(wrong), strict=True) if w]
     assert not bad, f"E{num_experts} G{num_ranks}, load {seed}: {bad} differ"
-  print(f"correct: routes of E{num_experts} G{num_ranks}, {count} loads", flush=True)
+  print(
+    f"correct: routes of E{num_experts} G{num_ranks} T{tokens}, {count} loads, {named(tuning)}",
+    flush=True,
+  )
 
 
 def profile(function: Callable[..., Any], *args: Any) -> str:
