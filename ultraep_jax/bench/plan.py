@@ -197,13 +197,16 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuni
   rng = np.random.default_rng(0)
 
   @jax.jit
-  def compare(index_TK: Array, load_GE: Array, rank: Array) -> Array:
+  def compare(index_GTK: Array, load_GE: Array) -> Array:
     plan = planner.plan_quotas(load_GE, config)
-    both = [
-      operation(index_TK, load_GE, plan, rank, config)
-      for operation in (functools.partial(route._route_on_gpu, tuning=tuning), route._route)
-    ]
-    return jnp.stack([jnp.any(x != y) for x, y in zip(*both, strict=True)])
+
+    def both(args: tuple[Array, Array]) -> Array:
+      index_TK, rank = args
+      left = route._route_on_gpu(index_TK, load_GE, plan, rank, config, tuning)
+      right = route._route(index_TK, load_GE, plan, rank, config)
+      return jnp.stack([jnp.any(x != y) for x, y in zip(left, right, strict=True)])
+
+    return lax.map(both, (index_GTK, jnp.arange(num_ranks, dtype=jnp.int32)))
 
   for seed in range(count):
     ratio = min(float(rng.uniform(1.3, 6)), max_ratio(num_experts, num_ranks, 8))
@@ -213,10 +216,13 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuni
     index_GTK = np.where(rng.random(index_GTK.shape) < 0.05 * (seed % 2), -1, index_GTK)
     flat = index_GTK.reshape(num_ranks, -1)
     load_GE = np.stack([np.bincount(f[f >= 0], minlength=num_experts) for f in flat])
-    rank = int(rng.integers(num_ranks))
-    wrong = compare(index_GTK[rank], load_GE.astype(np.int32), jnp.int32(rank))
-    bad = [n for n, w in zip(Routes._fields, np.asarray(wrong), strict=True) if w]
-    assert not bad, f"E{num_experts} G{num_ranks}, load {seed}: {bad} differ"
+    wrong_G4 = np.asarray(compare(index_GTK, load_GE.astype(np.int32)))
+    bad = {
+      field: np.flatnonzero(w).tolist() for field, w in zip(Routes._fields, wrong_G4.T, strict=True)
+    }
+    assert not wrong_G4.any(), (
+      f"E{num_experts} G{num_ranks} T{tokens}, load {seed}: routes differ on ranks {bad}"
+    )
   print(
     f"correct: routes of E{num_experts} G{num_ranks} T{tokens}, {count} loads, {named(tuning)}",
     flush=True,
