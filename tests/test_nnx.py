@@ -161,6 +161,17 @@ def test_parameters_are_created_sharded_with_metadata(mesh, jitted):
   assert specs["wo"] == EXPERT
 
 
+@both_kinds
+def test_no_device_makes_what_others_hold(mesh):
+  def make():
+    return nnx.state(MoE(embed_dim=256, expert_dim=384, gating=GATING, rngs=nnx.Rngs(0)))
+
+  memory = jax.jit(make).lower().compile().memory_analysis()
+  one_matrix = 4 * E * 256 * 384
+  assert memory.output_size_in_bytes < one_matrix
+  assert memory.temp_size_in_bytes < 2 * one_matrix
+
+
 def test_kernel_init_sees_one_expert_at_a_time(mesh):
   wi_gate = np.asarray(make_model(param_dtype=jnp.bfloat16).wi_gate[...])
   assert wi_gate.dtype == jnp.bfloat16

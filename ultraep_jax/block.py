@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ultraep_jax import gating as gating_lib
@@ -167,12 +169,22 @@ def init_param(
   shape: tuple[int, ...],
   kernel_init: Initializer,
   param_dtype: DTypeLike,
+  axis_name: str,
 ) -> Array:
-  """One ``[in, out]`` matrix, or one per expert; the router is float32."""
+  """One ``[in, out]`` matrix, or one per expert over ``axis_name``; the router is float32."""
   dtype = jnp.float32 if name == "router" else param_dtype
   if len(shape) == 2:
     return kernel_init(key, shape, dtype)
-  return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))
+  # Of the keys, so that no device makes the matrices of other ranks' experts.
+  key_E = shard(jax.random.split(key, shape[0]), P(axis_name))
+  return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(key_E)
+
+
+def shard(value: Array, spec: P) -> Array:
+  """Shards over the mesh in context, whether its axes are Auto or Explicit."""
+  if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+    return jax.sharding.reshard(value, spec)
+  return jax.lax.with_sharding_constraint(value, spec)
 
 
 def param_axes(shape: tuple[int, ...], axis_name: str) -> tuple[str | None, ...]:

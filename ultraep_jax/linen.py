@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -18,6 +17,7 @@ from ultraep_jax.block import (
   init_param,
   param_axes,
   param_shapes,
+  shard,
 )
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
@@ -117,14 +117,14 @@ class MoE(nn.Module):
     return y, aux
 
   def _init_bias(self) -> Array:
-    return _shard(jnp.zeros(self.gating.num_experts, jnp.float32), P(None))
+    return shard(jnp.zeros(self.gating.num_experts, jnp.float32), P(None))
 
   def _param(self, name: str, shape: tuple[int, ...]) -> Array:
     axes = param_axes(shape, self.axis_name)
 
     def init(key: Array) -> Array:
-      value = init_param(name, key, shape, self.kernel_init, self.param_dtype)
-      return _shard(value, P(*axes))
+      value = init_param(name, key, shape, self.kernel_init, self.param_dtype, self.axis_name)
+      return shard(value, P(*axes))
 
     # Flax's own unboxing asserts shardings that init is about to give, on Explicit meshes.
     boxed = self.param(name, nn.with_partitioning(init, axes), unbox=False)
@@ -137,10 +137,3 @@ class MoE(nn.Module):
       raise ValueError("update_bias: expected mutable=['router_state'], got it immutable")
     if not self.is_initializing():
       bias.value = update_selection_bias(bias.value, aux.expert_load_E, rate)
-
-
-def _shard(value: Array, spec: P) -> Array:
-  """Shards over the mesh in context, whether its axes are Auto or Explicit."""
-  if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-    return jax.sharding.reshard(value, spec)
-  return jax.lax.with_sharding_constraint(value, spec)

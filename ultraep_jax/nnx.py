@@ -113,7 +113,7 @@ class MoE(nnx.Module):
     shapes = param_shapes(embed_dim, expert_dim, gating.num_experts, num_shared_experts)
     check_mesh(axis_name, gating.num_experts)
     for name, shape in shapes.items():
-      value = init_param(name, rngs.params(), shape, kernel_init, param_dtype)
+      value = init_param(name, rngs.params(), shape, kernel_init, param_dtype, axis_name)
       setattr(self, name, nnx.Param(value, out_sharding=param_axes(shape, axis_name)))
     if gating.use_selection_bias:
       bias_E = jnp.zeros(gating.num_experts, jnp.float32)
