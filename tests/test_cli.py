@@ -384,22 +384,35 @@ def test_view_needs_its_extra(tmp_path, capsys, monkeypatch):
   assert status == 1 and "pip install 'ultraep-jax[viewer]'" in err
 
 
-def test_view_serves_until_it_is_stopped(tmp_path):
+@pytest.fixture
+def interruptible():
+  """Programs started here heed SIGINT, also where a shell that started the tests ignores it."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+def test_view_serves_until_it_is_stopped(tmp_path, interruptible):
   folder = traces.write(tmp_path / "a run", steps=2)
   child = subprocess.Popen(command("view", folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-  assert child.stdout is not None
-  with child.stdout as lines:
-    address = re.search(r"http://127\.0\.0\.1:\d+/", lines.readline())
-    assert address is not None
-    with urllib.request.urlopen(address[0], timeout=60) as answer:
-      assert "a run" in answer.read().decode()
-    port = address[0].rpartition(":")[2].strip("/")
-    second = subprocess.run(
-      command("view", folder, "--port", port), cwd=ROOT, capture_output=True, text=True
-    )
-    assert second.returncode == 1 and f"cannot serve on 127.0.0.1, port {port}" in second.stderr
-    child.send_signal(signal.SIGINT)
-    assert child.wait(30) == 130
+  try:
+    assert child.stdout is not None
+    with child.stdout as lines:
+      address = re.search(r"http://127\.0\.0\.1:\d+/", lines.readline())
+      assert address is not None
+      with urllib.request.urlopen(address[0], timeout=60) as answer:
+        assert "a run" in answer.read().decode()
+      port = address[0].rpartition(":")[2].strip("/")
+      second = subprocess.run(
+        command("view", folder, "--port", port), cwd=ROOT, capture_output=True, text=True
+      )
+      assert second.returncode == 1
+      assert f"cannot serve on 127.0.0.1, port {port}" in second.stderr
+      child.send_signal(signal.SIGINT)
+      assert child.wait(30) == 130
+  finally:
+    child.kill()
+    child.wait()
 
 
 @pytest.mark.parametrize("steps", ["3", "a:b", "1:2:3"])
