@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ultraep_jax import gating as gating_lib
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.gating import GatingConfig
+from ultraep_jax.mesh import shard
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
@@ -178,13 +178,6 @@ def init_param(
   # Of the keys, so that no device makes the matrices of other ranks' experts.
   key_E = shard(jax.random.split(key, shape[0]), P(axis_name))
   return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(key_E)
-
-
-def shard(value: Array, spec: P) -> Array:
-  """Shards over the mesh in context, whether its axes are Auto or Explicit."""
-  if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-    return jax.sharding.reshard(value, spec)
-  return jax.lax.with_sharding_constraint(value, spec)
 
 
 def param_axes(shape: tuple[int, ...], axis_name: str) -> tuple[str | None, ...]:

@@ -17,10 +17,10 @@ from ultraep_jax.block import (
   init_param,
   param_axes,
   param_shapes,
-  shard,
 )
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
+from ultraep_jax.mesh import shard
 from ultraep_jax.types import Array
 
 

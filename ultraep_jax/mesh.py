@@ -1,11 +1,24 @@
-"""Manual mesh axes: which values vary over them, and agreement across all of them."""
+"""Mesh axes: whether they are Explicit, what varies over manual ones, and agreement across them."""
 
 from collections.abc import Iterable
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from ultraep_jax.types import Array
+
+
+def is_explicit() -> bool:
+  """Whether the mesh in context has Explicit axes, so that arrays' types have a sharding."""
+  return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def shard(value: Array, spec: PartitionSpec) -> Array:
+  """Shards over the mesh in context, whether its axes are Auto or Explicit."""
+  if is_explicit():
+    return jax.reshard(value, spec)
+  return lax.with_sharding_constraint(value, spec)
 
 
 def varying_axes(*trees: object) -> frozenset[str]:

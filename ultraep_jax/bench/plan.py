@@ -133,6 +133,17 @@ def max_ratio(num_experts: int, num_ranks: int, top_k: int) -> float:
   return low
 
 
+def differ(left: Plan | Routes, right: Plan | Routes) -> Array:
+  """Whether two results differ anywhere, field by field."""
+  return jnp.stack([jnp.any(x != y) for x, y in zip(left, right, strict=True)])
+
+
+def where_wrong(kind: type[Plan | Routes], wrong_LF: np.ndarray) -> dict[str, list[int]]:
+  """The cases in which a field is wrong, of those in which any is."""
+  by_field = zip(kind._fields, wrong_LF.T, strict=True)
+  return {field: np.flatnonzero(wrong).tolist() for field, wrong in by_field if wrong.any()}
+
+
 def check(name: str, objective: str, count: int, tokens: int) -> None:
   """Raises AssertionError unless all plans are equal bit for bit."""
   num_experts, num_ranks, *_ = SHAPES[name]
@@ -142,17 +153,14 @@ def check(name: str, objective: str, count: int, tokens: int) -> None:
   def compare(load_LGE: Array) -> tuple[Array, Array]:
     def both(load_GE: Array) -> tuple[Array, Array]:
       left, right = kernel(load_GE), plain(load_GE)
-      wrong = [jnp.any(x != y) for x, y in zip(left, right, strict=True)]
-      return jnp.stack(wrong), jnp.sum(right.replica_expert >= 0)
+      return differ(left, right), jnp.sum(right.replica_expert >= 0)
 
     return lax.map(both, load_LGE)
 
   load_LGE = np.stack(list(loads(num_experts, num_ranks, tokens, count)))
   wrong_L3, replicas_L = map(np.asarray, compare(load_LGE))
-  bad = {
-    field: np.flatnonzero(w).tolist() for field, w in zip(Plan._fields, wrong_L3.T, strict=True)
-  }
-  assert not wrong_L3.any(), f"{name} by {objective}: plans differ for loads {bad}"
+  bad = where_wrong(Plan, wrong_L3)
+  assert not bad, f"{name} by {objective}: plans differ for loads {bad}"
   print(
     f"correct: {name} by {objective}, {len(load_LGE)} loads, up to {replicas_L.max()} replicas",
     flush=True,
@@ -204,7 +212,7 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuni
       index_TK, rank = args
       left = route._route_on_gpu(index_TK, load_GE, plan, rank, config, tuning)
       right = route._route(index_TK, load_GE, plan, rank, config)
-      return jnp.stack([jnp.any(x != y) for x, y in zip(left, right, strict=True)])
+      return differ(left, right)
 
     return lax.map(both, (index_GTK, jnp.arange(num_ranks, dtype=jnp.int32)))
 
@@ -217,10 +225,8 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuni
     flat = index_GTK.reshape(num_ranks, -1)
     load_GE = np.stack([np.bincount(f[f >= 0], minlength=num_experts) for f in flat])
     wrong_G4 = np.asarray(compare(index_GTK, load_GE.astype(np.int32)))
-    bad = {
-      field: np.flatnonzero(w).tolist() for field, w in zip(Routes._fields, wrong_G4.T, strict=True)
-    }
-    assert not wrong_G4.any(), (
+    bad = where_wrong(Routes, wrong_G4)
+    assert not bad, (
       f"E{num_experts} G{num_ranks} T{tokens}, load {seed}: routes differ on ranks {bad}"
     )
   print(

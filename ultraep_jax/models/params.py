@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ultraep_jax.block import param_axes, param_shapes
+from ultraep_jax.mesh import is_explicit
 from ultraep_jax.models.config import GroupedQuery, Latent, ModelConfig
-from ultraep_jax.models.rows import is_explicit
 from ultraep_jax.types import Array
 
 AXIS = "expert"  # of the mesh, over which experts lie

@@ -4,18 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from ultraep_jax.mesh import is_explicit
 
 
 def row_axes() -> tuple[str, ...]:
   """The axes of the mesh in context that divide rows: ``"data"``, if it is there, ``"expert"``."""
   mesh = jax.sharding.get_abstract_mesh()
   return tuple(axis for axis in ("data", "expert") if axis in mesh.axis_names)
-
-
-def is_explicit() -> bool:
-  """Whether the mesh in context has Explicit axes, so that arrays' types have a sharding."""
-  return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def by_rows(

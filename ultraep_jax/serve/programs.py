@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ultraep_jax.mesh import shard
 from ultraep_jax.packed import PackedBatch, PrefillResult
 from ultraep_jax.progress import progress
 from ultraep_jax.serve.config import EngineConfig
@@ -144,19 +145,14 @@ class Programs:
     self._check(result, batch)
     logits_BRV, cache = result.logits_BRV, None
     if self.config.return_cache:
-      cache = jax.tree.map(lambda leaf: self._constrain(leaf, P(None, self.axes)), result.cache)
+      cache = jax.tree.map(lambda leaf: shard(leaf, P(None, self.axes)), result.cache)
     return Outputs(
-      token_BR=self._constrain(jnp.argmax(logits_BRV, axis=-1).astype(jnp.int32), P()),
-      finite_BR=self._constrain(jnp.all(jnp.isfinite(logits_BRV), axis=-1), P()),
+      token_BR=shard(jnp.argmax(logits_BRV, axis=-1).astype(jnp.int32), P()),
+      finite_BR=shard(jnp.all(jnp.isfinite(logits_BRV), axis=-1), P()),
       logits_BRV=logits_BRV if self.config.return_logits else None,
       cache=cache,
       stats=result.stats,
     )
-
-  def _constrain(self, leaf: Array, spec: P) -> Array:
-    if AxisType.Explicit in self.mesh.axis_types:
-      return jax.reshard(leaf, spec)
-    return jax.lax.with_sharding_constraint(leaf, spec)
 
   def _check(self, result: PrefillResult, batch: PackedBatch) -> None:
     """What the engine needs of a model's results, at trace time."""
