@@ -14,6 +14,8 @@ from pallas_kernels import support
 
 Array = jax.Array
 
+TURNS = 16  # in which copies are sent; keys of what is to do have place for so many
+
 
 @dataclasses.dataclass(frozen=True)
 class Trees:
@@ -83,5 +85,6 @@ def check(
     raise ValueError(f"{name}: expected one leading size M >= 1, got {sorted(sizes)}")
   support.check_mesh(axis_name)
   num_sources = sum(sizes) + replica_expert_GS.shape[1]
-  if 4 * num_ranks * num_sources * max(replica_expert_GS.size, 1) > jnp.iinfo(jnp.int32).max:
+  keys = 4 * (TURNS + 1) * num_ranks * num_sources * max(replica_expert_GS.size, 1)
+  if keys > jnp.iinfo(jnp.int32).max:
     raise NotImplementedError(f"replica_expert_GS: too large for int32: {replica_expert_GS.shape}")

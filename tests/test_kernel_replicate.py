@@ -14,7 +14,7 @@ from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
 from pallas_kernels import support, tiles
-from pallas_kernels.replicate import _Fields, _work_list, replicate
+from pallas_kernels.replicate import _Fields, _turns, _work_list, replicate
 from pallas_kernels.tiles import Tuning
 
 RANKS, HOME = 4, 2
@@ -26,8 +26,10 @@ def mesh(*sizes_and_names):
   return jax.make_mesh(sizes, names, axis_types, devices=jax.devices()[: int(np.prod(sizes))])
 
 
-def sharded(mesh, tuning=None, check_vma=True):
-  function = functools.partial(replicate, axis_name="expert", tuning=tuning)
+def sharded(mesh, tuning=None, check_vma=True, home_rows_G=None):
+  function = functools.partial(
+    replicate, axis_name="expert", tuning=tuning, home_rows_G=home_rows_G
+  )
   specs = (P("expert"), P(), P())
   return jax.jit(
     jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("expert"), check_vma=check_vma)
@@ -64,6 +66,18 @@ def test_copies_bit_for_bit(name):
   arrays = experts(((3, 56), jnp.float32), ((8,), jnp.bfloat16))
   with interpreted():
     copies = sharded(mesh(), Tuning(blocks=2, workers=2, tile_bytes=256))(arrays, *plan(name))
+  assert_copied(copies, arrays, PLANS[name][0])
+
+
+@pytest.mark.parametrize("name", ["crossed", "opposite"])
+def test_copies_in_turns(name):
+  """Experts have several turns, against the order of slots."""
+  arrays = experts(((3, 56), jnp.float32), ((8,), jnp.bfloat16))
+  home_rows_G = jnp.array([90, 0, 30, 60], jnp.int32)
+  tuning = Tuning(blocks=2, workers=2, tile_bytes=256)
+  with interpreted():
+    run = sharded(mesh(), tuning, home_rows_G=home_rows_G)
+    copies = jax.block_until_ready(run(arrays, *plan(name)))
   assert_copied(copies, arrays, PLANS[name][0])
 
 
@@ -134,55 +148,64 @@ def test_no_slots_and_no_arrays_need_no_kernel():
 # --- work lists ------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def jitted_work_list(replica_GS, parent_GS, rank, home):
-  return _work_list(replica_GS, parent_GS, rank, home)
+@functools.partial(jax.jit, static_argnums=4)
+def jitted_work_list(replica_GS, parent_GS, home_rows_G, rank, home):
+  return _work_list(replica_GS, parent_GS, _turns(replica_GS, home_rows_G), rank, home)
 
 
 def decoded(work, slots):
-  """Awaited slots, and per source in order: the source, forwarded and final copies."""
-  sources, index = [], 0
+  """Awaited slots, and in turns the sources in order: the source, forwarded and final copies."""
+  turns, index = [], 0
   while index < work[_Fields.COUNT]:
-    base = _Fields.copy(slots, index, 0)
-    _, source, relayed_end, end = work[base : base + 4].tolist()
-    copies = [work[_Fields.copy(slots, i, _Fields.CHILD)].tolist() for i in range(index, end)]
-    sources.append((source, copies[: relayed_end - index], copies[relayed_end - index :]))
-    index = end
-  return np.flatnonzero(work[_Fields.AWAITED :][:slots]).tolist(), sources
+    sources, turn_end = [], work[_Fields.copy(slots, index, _Fields.TURN_END)]
+    while index < turn_end:
+      base = _Fields.copy(slots, index, 0)
+      _, source, relayed_end, end, same = work[base : base + _Fields.COLUMNS].tolist()
+      assert same == turn_end
+      copies = [work[_Fields.copy(slots, i, _Fields.CHILD)].tolist() for i in range(index, end)]
+      sources.append((source, copies[: relayed_end - index], copies[relayed_end - index :]))
+      index = end
+    turns.append(sources)
+  return np.flatnonzero(work[_Fields.AWAITED :][:slots]).tolist(), turns
 
 
 @settings(max_examples=60)
-@example(CROSSING)
-@given(placements())
-def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement):
+@example(CROSSING, [0] * 6)
+@example(CROSSING, [5, 4, 3, 2, 1, 0])
+@given(placements(), st.lists(st.integers(0, 40), min_size=6, max_size=6))
+def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows):
   """Runs the lists of all ranks for two tiles, one worker a rank, as far as they get."""
   home, replica_GS, parent_GS = placement
   ranks, slots = replica_GS.shape
+  home_rows_G = jnp.array(rows[:ranks], jnp.int32)
   lists = [
-    decoded(np.asarray(jitted_work_list(replica_GS, parent_GS, jnp.int32(rank), home)), slots)
+    decoded(
+      np.asarray(jitted_work_list(replica_GS, parent_GS, home_rows_G, jnp.int32(rank), home)), slots
+    )
     for rank in range(ranks)
   ]
   landed = np.zeros((ranks, slots), int)
   held = np.full((ranks, slots, 2), -1)
 
   def run(rank):
-    awaited, sources = lists[rank]
-    for tile in range(2):
-      for source, relayed, final in sources:
-        expert = rank * home + source
-        if source >= home:
-          while not landed[rank, source - home]:
-            yield "waits"
-          landed[rank, source - home] -= 1
-          expert = held[rank, source - home, tile]
-        for child in relayed + final:
-          assert held[divmod(child, slots)][tile] == -1 and parent_GS.flat[child] == rank
-          held[divmod(child, slots)][tile] = expert
-        for child in relayed:
+    awaited, turns = lists[rank]
+    for sources in turns:
+      for tile in range(2):
+        for source, relayed, final in sources:
+          expert = rank * home + source
+          if source >= home:
+            while not landed[rank, source - home]:
+              yield "waits"
+            landed[rank, source - home] -= 1
+            expert = held[rank, source - home, tile]
+          for child in relayed + final:
+            assert held[divmod(child, slots)][tile] == -1 and parent_GS.flat[child] == rank
+            held[divmod(child, slots)][tile] = expert
+          for child in relayed:
+            landed.flat[child] += 1
+      for _, _, final in sources:
+        for child in final:
           landed.flat[child] += 1
-    for _, _, final in sources:
-      for child in final:
-        landed.flat[child] += 1
     for slot in awaited:
       while not landed[rank, slot]:
         yield "waits"
@@ -194,6 +217,20 @@ def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement):
   assert not running
   assert not landed.any()
   np.testing.assert_array_equal(held, np.stack([replica_GS, replica_GS], axis=-1))
+
+
+def test_experts_of_ranks_with_few_rows_go_first():
+  replica_GS = jnp.array([[2, -1], [0, 4], [1, 0], [0, 3]], jnp.int32)
+  rows = [4000, 900, 100, 1200]
+  turn_N = _turns(replica_GS, jnp.array(rows, jnp.int32))
+  # 16 turns up to the most rows. Expert 0 is wanted by ranks 1, 2 and 3, of which 2 is the first.
+  assert turn_N.reshape(4, 2)[0, 0] == 15
+  assert turn_N.reshape(4, 2)[1].tolist() == [0, 3]
+  assert turn_N.reshape(4, 2)[2].tolist() == [0, 0]
+  assert turn_N.reshape(4, 2)[3].tolist() == [0, 4]
+  most = jnp.full(4, jnp.iinfo(jnp.int32).max)
+  assert 0 <= int(_turns(replica_GS, most).min()) <= int(_turns(replica_GS, most).max()) < 16
+  assert not _turns(replica_GS, None).any()
 
 
 # --- tiles -----------------------------------------------------------------------------------
@@ -257,6 +294,12 @@ def test_rejects_plans():
     sharded(mesh())(arrays, replica_GS[:3], parent_GS[:3])
   with pytest.raises(TypeError, match="parent_GS: expected int32, got float32"):
     sharded(mesh())(arrays, replica_GS, parent_GS.astype(jnp.float32))
+  for rows, error, message in (
+    (jnp.zeros(3, jnp.int32), ValueError, r"home_rows_G: expected shape \(4,\), got \(3,\)"),
+    (jnp.zeros(4), TypeError, "home_rows_G: expected int32, got float32"),
+  ):
+    with pytest.raises(error, match=message):
+      sharded(mesh(), home_rows_G=rows)(arrays, replica_GS, parent_GS)
   uneven = [arrays[0], jnp.zeros((RANKS, 8))]
   with pytest.raises(ValueError, match=r"arrays: expected one leading size M >= 1, got \[1, 2\]"):
     sharded(mesh())(uneven, replica_GS, parent_GS)

@@ -14,6 +14,7 @@ from test_moe_in_fp8 import on_rounded_tokens
 
 import ultraep_jax as uep
 from pallas_kernels import chunks, combine, tiles
+from pallas_kernels import replicate as replicate_kernel
 from ultraep_jax import implementation
 
 CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", implementation="mosaic_gpu")
@@ -117,6 +118,26 @@ def test_lowers_for_gpus(name, data, dispatch_dtype):
   assert kernel_names(traced.jaxpr) == LAYER | PLANNING
   assert "all_to_all" not in text and "collective_permute" not in text
   assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
+
+
+def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
+  """What order they go in shows in no result."""
+  seen = []
+  replication = replicate_kernel.replication
+
+  def recorded(*args, **kwargs):
+    seen.append(kwargs["home_rows_G"])
+    return replication(*args, **kwargs)
+
+  monkeypatch.setattr(replicate_kernel, "replication", recorded)
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    # Slots that no other test has, so that nothing is traced already.
+    config = dataclasses.replace(CONFIG, replica_slots=5)
+    apply = functools.partial(uep.sharded_moe, config=config)
+    gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
+  assert len(seen) >= 2  # also backward
+  assert {(rows.shape, rows.dtype) for rows in seen} == {((4,), jnp.dtype(jnp.int32))}
 
 
 def test_kernels_convert_no_booleans():

@@ -83,7 +83,9 @@ def moe(
   worst = num_ranks * expert_index_TK.size
   num_rounds = mesh_max(routes.num_rounds) if capacity < worst else None
 
-  routing = rounds.Routing(plan.replica_expert, plan.parent, routes, num_rounds)
+  routing = rounds.Routing(
+    plan.replica_expert, plan.parent, home_rows(plan.quota), routes, num_rounds
+  )
   routing = rounds.named(routing, PLAN_NAME)
   implementations = implementation.resolve(config.implementation)
   static = rounds.Static(
@@ -118,6 +120,14 @@ def moe(
     axis_name,
   )
   return y_TD, measured
+
+
+def home_rows(quota_EG: Array) -> Array:
+  """``[G]``, what of each rank's quotas is of its home experts."""
+  num_experts, num_ranks = quota_EG.shape
+  home_E = jnp.arange(num_experts) // (num_experts // num_ranks)
+  at_home_EG = home_E[:, None] == jnp.arange(num_ranks)[None, :]
+  return jnp.sum(jnp.where(at_home_EG, quota_EG, 0), axis=0, dtype=jnp.int32)
 
 
 def layer_cost(

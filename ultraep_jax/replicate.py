@@ -127,6 +127,8 @@ class Replicas:
     home: ``[M, ...]`` weights of this rank's home experts, a pytree.
     replica_expert_GS: ``[G, S]`` int32, the plan's placement.
     parent_GS: ``[G, S]`` int32, the plan's transfer trees.
+    home_rows_G: ``[G]`` int32, rows that ranks can compute before copies are there. Beside a
+      matmul, the copies for ranks with few are sent first.
     axis_name: the expert mesh axis.
     domain_size: ranks per domain; ``None``: all.
     implementations: what to try, in order.
@@ -137,6 +139,7 @@ class Replicas:
   home: Any
   replica_expert_GS: Array
   parent_GS: Array
+  home_rows_G: Array
   axis_name: str
   domain_size: int | None
   implementations: Implementations
@@ -171,6 +174,7 @@ class Replicas:
           self.parent_GS,
           axis_name=self.axis_name,
           tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
+          home_rows_G=self.home_rows_G,
         ),
         tree.unflatten,
       )

@@ -44,6 +44,7 @@ class Routing(NamedTuple):
 
   replica_expert_GS: Array
   parent_GS: Array
+  home_rows_G: Array  # of each rank, those that its home experts compute
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
 
@@ -224,6 +225,7 @@ def _replicas(
     jax.tree.map(lambda leaf: leaf.astype(dtype), weights),
     routing.replica_expert_GS,
     routing.parent_GS,
+    routing.home_rows_G,
     static.axis_name,
     static.domain_size,
     static.implementations,

@@ -36,8 +36,19 @@ class Operations(NamedTuple):
   combine: Callable[[Array, Array | None, Crossing], Array]
 
 
-def kernels(tuning: Tuning | None, dealt: chunks.Tuning | None) -> Operations:
-  """The kernels; ``tuning`` is that of transfers of experts, ``dealt`` that of tokens."""
+def kernels(
+  tuning: Tuning | None, dealt: chunks.Tuning | None, in_turns: bool = False
+) -> Operations:
+  """The kernels; ``tuning`` is that of transfers of experts, ``dealt`` that of tokens.
+
+  Copies are sent in turns, which differ from plan to plan, if ``in_turns``.
+  """
+
+  def copy(arrays: list[Array], replica_GS: Array, parent_GS: Array) -> list[Array]:
+    rows_G = (replica_GS[:, 0] * 37 + jnp.sum(replica_GS)) % 101 if in_turns else None
+    return replicate_kernel.replicate(
+      arrays, replica_GS, parent_GS, axis_name=AXIS, tuning=tuning, home_rows_G=rows_G
+    )
 
   def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
     tables = (to.dest_TK, to.row_TK, to.received_GTK)
@@ -50,16 +61,13 @@ def kernels(tuning: Tuning | None, dealt: chunks.Tuning | None) -> Operations:
       rows_CD, gate_GTK, to.dest_TK, to.received_GTK, axis_name=AXIS, tuning=dealt
     )
 
-  each = functools.partial(functools.partial, axis_name=AXIS, tuning=tuning)
-  experts = (each(replicate_kernel.replicate), each(reduce_kernel.reduce_replicas))
-  return Operations(*experts, dispatch, combine)
+  reduce = functools.partial(reduce_kernel.reduce_replicas, axis_name=AXIS, tuning=tuning)
+  return Operations(copy, reduce, dispatch, combine)
 
 
 # As the layer runs them, and with few workers, which wait for their peers again and again.
-KERNELS = (
-  kernels(None, None),
-  kernels(Tuning(8, 3, 2048), chunks.Tuning(blocks=8, workers=3, tile_bytes=1024, steps=5)),
-)
+_FEW = chunks.Tuning(blocks=8, workers=3, tile_bytes=1024, steps=5)
+KERNELS = (kernels(None, None), kernels(Tuning(8, 3, 2048), _FEW, in_turns=True))
 
 
 def _portable() -> Operations:
