@@ -8,6 +8,8 @@ from jax.core import Tracer
 
 from ultraep_jax.types import Array
 
+_TABLES = 64
+
 
 def check_expert_index(expert_index: Array, num_experts: int) -> None:
   """Raises if a concrete index is outside ``[-1, num_experts)``; traced values pass.
@@ -55,8 +57,7 @@ def expert_load(expert_index_TK: Array, num_experts: int) -> Array:
   """
   index_A = drop_invalid(expert_index_TK, num_experts).reshape(-1)
   # A negative index would wrap around; one past the end is dropped.
-  index_A = jnp.where(index_A < 0, num_experts, index_A)
-  return jnp.zeros(num_experts, jnp.int32).at[index_A].add(1, mode="drop")
+  return _count(jnp.where(index_A < 0, num_experts, index_A), num_experts)
 
 
 def gather_loads(load_E: Array, axis_name: str) -> Array:
@@ -81,7 +82,17 @@ def position_in_group(group_A: Array, num_groups: int) -> tuple[Array, Array]:
   iota_A = jnp.arange(group_A.shape[0], dtype=jnp.int32)
   # A stable sort keeps O(A) memory where a running count per group would need O(A * groups).
   sorted_group_A, order_A = lax.sort_key_val(group_A.astype(jnp.int32), iota_A, is_stable=True)
-  count = jnp.zeros(num_groups, jnp.int32).at[group_A].add(1, mode="drop")
+  count = _count(group_A, num_groups)
   start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
   position_A = iota_A - start[sorted_group_A]
   return jnp.zeros_like(iota_A).at[order_A].set(position_A, unique_indices=True), count
+
+
+def _count(group_A: Array, num_groups: int) -> Array:
+  """``[num_groups]``, the elements of each group; those of ``num_groups`` are dropped.
+
+  Neighbours count in tables of their own: on a GPU, additions to one number are made one by one.
+  """
+  table_A = jnp.arange(group_A.size, dtype=jnp.int32) % _TABLES
+  count_XN = jnp.zeros((_TABLES, num_groups), jnp.int32).at[table_A, group_A].add(1, mode="drop")
+  return jnp.sum(count_XN, axis=0, dtype=jnp.int32)
