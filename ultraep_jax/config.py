@@ -40,7 +40,7 @@ class BalanceConfig:
       (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
       egress). The portable implementation passes copies round a ring instead.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
-      ``None``: from the weights' byte width and the rates measured on H200.
+      ``None``: from the weights' byte width, the rates measured on H200, and what matmuls hide.
     batch_invariant: a token's result does not depend on the other tokens of the batch, through
       the plan that they bring about. Every assignment crosses the links for itself, up to K
       times the bytes, and a token's experts are summed in the order of its choices.

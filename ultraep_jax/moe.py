@@ -17,9 +17,11 @@ from ultraep_jax.types import Array, ExpertWeights, LayerStats, PlanCost
 PLAN_NAME = "ultraep_plan"
 REMAT_NAMES = (PLAN_NAME, rounds.ROWS_NAME, rounds.HIDDEN_NAME)
 
-# Rates measured on H200: bf16 grouped matmul in FLOP/s, one rank's weight push in bytes/s.
+# Measured on H200: bf16 grouped matmul in FLOP/s, one rank's weight push in bytes/s, and how much
+# of a push is not hidden beside matmuls.
 _MATMUL_RATE = 737e12
 _LINK_RATE = 350e9
+_EXPOSED = 0.4
 # The collectives and launches of one more round, in seconds.
 _ROUND_SECONDS = 100e-6
 
@@ -138,5 +140,5 @@ def layer_cost(
   copy_rows = config.copy_rows
   if copy_rows is None:
     copy_bytes = weights.expert_size * dtype.itemsize
-    copy_rows = round(copy_bytes / _LINK_RATE * rows_per_second)
+    copy_rows = round(_EXPOSED * copy_bytes / _LINK_RATE * rows_per_second)
   return PlanCost(copy_rows, capacity, min(round(_ROUND_SECONDS * rows_per_second), 1 << 20))

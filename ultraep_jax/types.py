@@ -71,7 +71,7 @@ class PlanCost(NamedTuple):
   """What ``objective="time"`` weighs, in rows of expert matmul (int32).
 
   Attributes:
-    copy_rows: rows whose matmul takes as long as sending one expert's weights once.
+    copy_rows: rows whose matmul takes as long as sending one expert's weights delays a layer.
     capacity_rows: rows that a rank computes in one round.
     round_rows: rows whose matmul takes as long as the fixed cost of one more round.
   """
