@@ -13,9 +13,11 @@ import pytest
 from covering import covering_array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import unordered_loops
 
 import ultraep_jax as uep
 from ultraep_jax.block_exchange import BlockCrossing
+from ultraep_jax.moe import home_rows
 from ultraep_jax.relay import transfer_tree
 from ultraep_jax.testing import dense_moe
 
@@ -522,3 +524,29 @@ def test_domains_keep_replicas_inside():
   before = np.asarray(stats.load_before_G[0])
   assert [after[:4].sum(), after[4:].sum()] == [before[:4].sum(), before[4:].sum()]
   assert int(stats.load_floor[0]) <= after.max() <= before.max()
+
+
+def test_exchanges_wait_for_loops_of_others():
+  """XLA:CPU would run them side by side, in another order on each rank."""
+  problem = make_problem(make_mesh(4), tokens=32)
+  run = layer(problem, uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, strategy=pile_up))
+
+  @jax.checkpoint
+  def outputs(*args):
+    return run(*args)[0]
+
+  def loss(x, gate, weights):
+    return jnp.sum(outputs(x, problem.expert_index, gate, weights) * problem.cotangent)
+
+  args = problem.x, problem.gate, problem.weights
+  with jax.set_mesh(problem.mesh):
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
+  text = compiled.as_text()
+  for opcode in ("all-to-all", "collective-permute"):
+    assert text.count(f" {opcode}(") > 8
+    assert not list(unordered_loops(text, opcode))
+
+
+def test_home_rows_are_those_that_need_no_copies():
+  quota_EG = jnp.array([[5, 1, 0], [0, 2, 7], [3, 9, 0], [0, 4, 0], [1, 0, 6], [0, 8, 2]])
+  assert home_rows(quota_EG).tolist() == [5, 13, 8]
