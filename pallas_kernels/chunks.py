@@ -97,9 +97,16 @@ def peer(index: int, axis_name: str) -> Array:
 
 
 def leads(dest_TK: Array) -> Array:
-  """Whether an assignment is the first of its token's for its rank."""
-  first_TK = jnp.argmax(dest_TK[:, :, None] == dest_TK[:, None, :], axis=2)
-  return (dest_TK >= 0) & (first_TK == jnp.arange(dest_TK.shape[1])[None])
+  """Whether an assignment is the first of its token's for its rank.
+
+  All elementwise, to become part of the table made from it: a search along the few choices of a
+  token would be a slow kernel of its own before the dispatch.
+  """
+  leads_TK = dest_TK >= 0
+  for back in range(1, dest_TK.shape[1]):
+    earlier_TK = jnp.pad(dest_TK[:, :-back], ((0, 0), (back, 0)), constant_values=-1)
+    leads_TK &= dest_TK != earlier_TK
+  return leads_TK
 
 
 def check_assignments(dest_TK: Array, received_GTK: Array, axis_name: str) -> None:
