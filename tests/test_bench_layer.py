@@ -122,13 +122,15 @@ def test_buffers_are_made_to_measure_where_nothing_bounds_the_load():
 def test_figure_has_the_times_over_ideal():
   times = {"ideal": 1.0, "none": 2.0, "quota": 1.25}
   rows = [
-    {"shape": "a", "pass": p, "ratio": r, "variant": v, "of_ideal": 1 / (t * r)}
+    {"shape": s, "pass": p, "ratio": r, "variant": v, "of_ideal": 1 / (t * r)}
     for p in ("forward", "train")
+    for s in ("a", "b")
     for r in (2.0, 1.0)
     for v, t in times.items()
   ]
   figure = layer_plot.draw(rows)
-  assert [ax.get_title(loc="left") for ax in figure.axes] == ["a, forward", "a, train"]
+  titles = [ax.get_title(loc="left") for ax in figure.axes]
+  assert titles == ["a, forward", "b, forward", "a, train", "b, train"]
   for ax in figure.axes:
     bars = {c.get_label(): [bar.get_height() for bar in c] for c in ax.containers}
     assert bars == {"none": [4.0, 2.0], "quota": [2.5, 1.25]}

@@ -1,5 +1,6 @@
 """The figure of the bench of a layer: times over that of forced equal loads."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ _COLORS = {
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-  """A part for each shape and pass, in it a group of bars for each ratio, a bar a variant.
+  """A column for each shape and a row for each pass; a group of bars a ratio, a bar a variant.
 
   Args:
     rows: of the bench, with ``of_ideal``.
@@ -31,14 +32,20 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
   drawn = [row for row in rows if row["of_ideal"] is not None and row["variant"] != "ideal"]
   if not drawn:
     raise ValueError("rows: expected times of a variant beside those of ideal, got none")
-  parts = list(dict.fromkeys((row["shape"], row["pass"]) for row in drawn))
+  shapes = list(dict.fromkeys(row["shape"] for row in drawn))
+  passes = list(dict.fromkeys(row["pass"] for row in drawn))
   ratios = sorted({row["ratio"] for row in drawn})
   variants = [v for v in _COLORS if any(row["variant"] == v for row in drawn)]
   width = 0.8 / len(variants)
-  made, axes = figure(len(parts), 1.8 + 4.2 * len(parts), 3.6)
-  for ax, part in zip(axes, parts, strict=True):
+  sizes = 1.8 + 4.2 * len(shapes), 0.4 + 3.2 * len(passes)
+  made, axes = figure(len(shapes), *sizes, rows=len(passes))
+  for ax, (direction, shape) in zip(axes, itertools.product(passes, shapes), strict=True):
     for i, variant in enumerate(variants):
-      mine = [r for r in drawn if (r["shape"], r["pass"]) == part and r["variant"] == variant]
+      mine = [
+        row
+        for row in drawn
+        if (row["shape"], row["pass"], row["variant"]) == (shape, direction, variant)
+      ]
       offset = (i - (len(variants) - 1) / 2) * width
       places = [ratios.index(row["ratio"]) + offset for row in mine]
       over = [1 / row["of_ideal"] for row in mine]
@@ -46,8 +53,9 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     ax.axhline(1.0, color="black", linewidth=0.8)
     ax.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     ax.set_xlabel("busiest over mean rank, as routed")
-    ax.set_title(", ".join(part), loc="left")
-  axes[0].set_ylabel("time over that of equal loads")
+    ax.set_title(f"{shape}, {direction}", loc="left")
+    if shape == shapes[0]:
+      ax.set_ylabel("time over that of equal loads")
   handles, labels = axes[0].get_legend_handles_labels()
   made.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
   return made

@@ -7,37 +7,49 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.plan import plan_quotas
 
 _STEEPEST = 6.0
-_DRAWS = 1000
 
 
 def popularity(seed: int, num_experts: int, num_ranks: int, top_k: int, skew: float) -> np.ndarray:
   """``[E]`` probabilities that an expert is among a token's K: a Zipf law over shuffled experts.
 
-  Its exponent is bisected until the busiest rank has ``skew`` times the mean. Shuffles that
-  spread the popular experts too evenly for that are drawn again.
+  Its exponent is bisected until the busiest rank has ``skew`` times the mean. Where the shuffle
+  spreads the popular experts too evenly for that, the most popular one elsewhere and the least
+  popular one of the busiest rank change places, as often as it takes.
 
   Raises:
-    ValueError: no shuffle reaches ``skew``.
+    ValueError: no placement reaches ``skew``.
 
   >>> probability_E = popularity(0, num_experts=16, num_ranks=4, top_k=2, skew=1.5)
   >>> round(float(probability_E.sum()), 6), round(rank_imbalance(probability_E, 4), 3)
   (2.0, 1.5)
   """
-  rng = np.random.default_rng(seed)
-  for _ in range(_DRAWS):
-    place_E = rng.permutation(num_experts) + 1.0
-    low, high = 0.0, _STEEPEST
-    if rank_imbalance(_chosen(place_E**-high, top_k), num_ranks) < skew:
-      continue
-    for _ in range(40):
-      middle = (low + high) / 2
-      below = rank_imbalance(_chosen(place_E**-middle, top_k), num_ranks) < skew
-      low, high = (middle, high) if below else (low, middle)
-    return _chosen(place_E**-high, top_k)
-  raise ValueError(
-    f"skew: expected what {top_k} of {num_experts} experts on {num_ranks} ranks can reach, "
-    f"got {skew}"
-  )
+  place_E = np.random.default_rng(seed).permutation(num_experts) + 1.0
+  for _ in range(num_experts):
+    load_E = _chosen(place_E**-_STEEPEST, top_k)
+    if rank_imbalance(load_E, num_ranks) >= skew:
+      break
+    _gather(place_E, load_E, num_ranks)
+  else:
+    raise ValueError(
+      f"skew: expected what {top_k} of {num_experts} experts on {num_ranks} ranks can reach, "
+      f"got {skew}"
+    )
+  low, high = 0.0, _STEEPEST
+  for _ in range(40):
+    middle = (low + high) / 2
+    below = rank_imbalance(_chosen(place_E**-middle, top_k), num_ranks) < skew
+    low, high = (middle, high) if below else (low, middle)
+  return _chosen(place_E**-high, top_k)
+
+
+def _gather(place_E: np.ndarray, load_E: np.ndarray, num_ranks: int) -> None:
+  """Brings the most popular expert elsewhere to the busiest rank for its least popular one."""
+  rank_E = np.arange(len(load_E)) * num_ranks // len(load_E)
+  busiest = np.argmax(np.bincount(rank_E, load_E))
+  there = np.flatnonzero(rank_E != busiest)
+  here = np.flatnonzero(rank_E == busiest)
+  come, go = there[np.argmin(place_E[there])], here[np.argmax(place_E[here])]
+  place_E[[come, go]] = place_E[[go, come]]
 
 
 def _chosen(weight_E: np.ndarray, top_k: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The whole layer on kernels beside the portable one: on two mesh axes, and in training steps.
+"""The whole layer on kernels beside the portable one: on two mesh axes, in domains, in training.
 
 Where a mesh has two ``data`` groups, one group's loads need several rounds and the other's one.
 """
@@ -42,20 +42,24 @@ class Batch(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """A mesh of ``data`` and ``expert`` axes, and sizes of a layer on it."""
+  """A mesh of ``data`` and ``expert`` axes, and sizes of a layer on it; ``None``: one domain."""
 
   mesh: jax.sharding.Mesh
   tokens: int
   width: int
   inner: int
   seed: int
+  domain_size: int | None = None
 
   @classmethod
-  def make(cls, devices: Sequence[Any], data: int, scale: int, seed: int) -> "Problem":
+  def make(
+    cls, devices: Sequence[Any], data: int, scale: int, seed: int, domain_size: int | None = None
+  ) -> "Problem":
     sizes = (data, len(devices) // data)
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh(sizes, _BY_TOKEN, axis_types, devices=devices)
-    return cls(mesh, max(1024 // scale, 16), max(512 // scale, 16), max(256 // scale, 16), seed)
+    tokens, width, inner = (max(size // scale, 16) for size in (1024, 512, 256))
+    return cls(mesh, tokens, width, inner, seed, domain_size)
 
   @property
   def groups_and_ranks(self) -> tuple[int, int]:
@@ -67,7 +71,11 @@ class Problem(NamedTuple):
 
   def config(self, implementation: Implementation) -> BalanceConfig:
     return BalanceConfig(
-      replica_slots=1, objective="balance", capacity_factor=1.0, implementation=implementation
+      replica_slots=1,
+      objective="balance",
+      capacity_factor=1.0,
+      domain_size=self.domain_size,
+      implementation=implementation,
     )
 
   def place(self, value: Any, *axes: Any) -> Array:
@@ -121,8 +129,12 @@ def layer(
   devices: Sequence[Any], scale: int, seed: int, implementation: Implementation, say: Say
 ) -> list[str]:
   """Compares output, gradients and statistics on all meshes; returns what is wrong."""
-  meshes = (1, 2) if len(devices) % 2 == 0 else (1,)
-  problems = [Problem.make(devices, data, scale, seed) for data in meshes]
+  meshes: list[tuple[int, int | None]] = [(1, None)]
+  if len(devices) % 2 == 0:
+    meshes.append((2, None))
+  if len(devices) % 4 == 0:
+    meshes.append((1, 2))
+  problems = [Problem.make(devices, data, scale, seed, domain) for data, domain in meshes]
   calls: list[tuple[Any, tuple[Any, ...]]] = []
   for problem in problems:
     batch = problem.batch()
@@ -133,6 +145,8 @@ def layer(
   wrong = []
   for problem in problems:
     name = f"mesh {problem.groups_and_ranks}"
+    if problem.domain_size is not None:
+      name += f" in domains of {problem.domain_size}"
     results = []
     for chosen in (implementation, "portable"):
       run, arguments = next(runs)

@@ -42,8 +42,8 @@ def save(report: Report, scaling: Sequence[Point], folder: pathlib.Path) -> list
   return paths
 
 
-def figure(columns: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
-  """A figure with axes side by side, without any global state.
+def figure(columns: int, width: float, height: float, rows: int = 1) -> "tuple[Figure, list[Axes]]":
+  """A figure with axes side by side, row by row, without any global state.
 
   Raises:
     ImportError: Matplotlib is not installed.
@@ -53,7 +53,7 @@ def figure(columns: int, width: float, height: float) -> "tuple[Figure, list[Axe
   except ImportError as error:
     raise ImportError("plots need Matplotlib: pip install 'ultraep-jax[paper]'") from error
   made = Figure(figsize=(width, height), layout="constrained")
-  axes = [made.add_subplot(1, columns, i + 1) for i in range(columns)]
+  axes = [made.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
   for ax in axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#e4e4e4", linewidth=0.8)
