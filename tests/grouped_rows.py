@@ -74,11 +74,16 @@ def interpreted(races: bool = False) -> Iterator[None]:
 
 def used_rows(rng: np.random.Generator, sizes: Sequence[int], width: int) -> jax.Array:
   """Rows of which the unused are NaN."""
-  return normal(rng, CAPACITY, width).at[sum(sizes) :].set(jnp.nan)
+  return exact(rng, CAPACITY, width).at[sum(sizes) :].set(jnp.nan)
 
 
-def normal(rng: np.random.Generator, *sizes: int) -> jax.Array:
-  return jnp.asarray(rng.normal(size=sizes), jnp.bfloat16)
+def exact(rng: np.random.Generator, *sizes: int) -> jax.Array:
+  """Multiples of 1/64 below 2: sums of a thousand products are exact in float32, in any order.
+
+  So they have the same bits on any machine, wherever in a tile a row is, and whichever of two
+  tiles stores a row last.
+  """
+  return jnp.asarray(rng.integers(-127, 128, size=sizes) / 64, jnp.bfloat16)
 
 
 def spans(sizes: Sequence[int]) -> list[slice]:
@@ -87,9 +92,9 @@ def spans(sizes: Sequence[int]) -> list[slice]:
 
 
 def assert_products(got: jax.Array, rows: jax.Array, weights: jax.Array, sizes: Sequence[int]):
-  """Each group's rows times its weights, to the precision of bfloat16."""
+  """Each group's rows times its weights, rounded once."""
   assert got.shape == (rows.shape[0], weights.shape[2])
   assert got.dtype == jnp.bfloat16
-  got_32, rows_32, weights_32 = (np.asarray(x, np.float32) for x in (got, rows, weights))
+  rows_32, weights_32 = (np.asarray(x, np.float32) for x in (rows, weights))
   for span, weight in zip(spans(sizes), weights_32, strict=True):
-    np.testing.assert_allclose(got_32[span], rows_32[span] @ weight, rtol=0.01, atol=0.05)
+    np.testing.assert_array_equal(got[span], (rows_32[span] @ weight).astype(jnp.bfloat16))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assignments import mesh
-from grouped_rows import interpreted
+from grouped_rows import exact, interpreted
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import matmul_layout
@@ -35,7 +35,7 @@ def gated_by_copies(tuning, plan, rows, gate, up, sizes):
     gate,
     up,
     sizes,
-    jax.nn.silu,
+    jax.nn.relu,
     keep_hidden=False,
   )
 
@@ -57,10 +57,6 @@ def on_ranks(function, tuning, plan, ranks=RANKS, check_vma=True):
   )
 
 
-def normal(rng, *shape, dtype=jnp.bfloat16):
-  return jnp.asarray(rng.normal(size=shape), dtype)
-
-
 @pytest.fixture
 def few_blocks(monkeypatch):
   monkeypatch.setattr(matmul_layout, "_BLOCKS_BESIDE", 1)
@@ -69,8 +65,8 @@ def few_blocks(monkeypatch):
 @pytest.mark.slow
 def test_copies_arrive_beside_the_weight_gradient(few_blocks):
   rng = np.random.default_rng(0)
-  rows, grad = normal(rng, RANKS * 256, 128), normal(rng, RANKS * 256, 128)
-  weights = normal(rng, RANKS * HOME, 96)
+  rows, grad = exact(rng, RANKS * 256, 128), exact(rng, RANKS * 256, 128)
+  weights = exact(rng, RANKS * HOME, 96)
   sizes = jnp.array([100, 60, 0, 200], jnp.int32)
   tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
   with interpreted(races=True):
@@ -89,8 +85,8 @@ def test_copies_arrive_beside_the_weight_gradient(few_blocks):
 @pytest.mark.slow
 def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
   rng = np.random.default_rng(0)
-  rows = normal(rng, RANKS * 256, 64)
-  gate, up = normal(rng, RANKS * HOME, 64, 128), normal(rng, RANKS * HOME, 64, 128)
+  rows = exact(rng, RANKS * 256, 64)
+  gate, up = exact(rng, RANKS * HOME, 64, 128), exact(rng, RANKS * HOME, 64, 128)
   sizes = jnp.array([256, 0, 64, 128], jnp.int32)  # no row is stored twice
   tuning = Tuning(blocks=1, workers=3, tile_bytes=1024)
   with interpreted(races=True):
@@ -106,7 +102,7 @@ def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
         rows[part],
         *(gate[mine], up[mine], gate[:1], up[:1]),
         sizes[2 * rank : 2 * rank + 2],
-        jax.nn.silu,
+        jax.nn.relu,
         keep_hidden=False,
       )
       alone = jax.block_until_ready(alone.inner_CN)
@@ -116,9 +112,9 @@ def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
 @pytest.mark.slow
 def test_gradients_go_home_beside_the_last_matmul(few_blocks):
   rng = np.random.default_rng(0)
-  rows = [normal(rng, RANKS * 256, 64) for _ in range(2)]
-  homes = [normal(rng, RANKS * HOME, 128, 64) for _ in range(2)]
-  replicas = [normal(rng, RANKS * SLOTS, 128, 64) for _ in range(2)]
+  rows = [exact(rng, RANKS * 256, 64) for _ in range(2)]
+  homes = [exact(rng, RANKS * HOME, 128, 64) for _ in range(2)]
+  replicas = [exact(rng, RANKS * SLOTS, 128, 64) for _ in range(2)]
   grads = [jnp.asarray(rng.integers(-9, 9, size=(RANKS, 96)), jnp.float32) for _ in range(2)]
   sizes = jnp.array([128, 64, 0, 192], jnp.int32)  # no row is stored twice
   tuning = Tuning(blocks=1, workers=3, tile_bytes=128)

@@ -14,9 +14,9 @@ from grouped_rows import (
   TOGETHER,
   WHOLE,
   assert_products,
+  exact,
   interpreted,
   lower,
-  normal,
   shape,
   used_rows,
 )
@@ -73,7 +73,7 @@ def test_sum_lowers_to_one_kernel():
 
 def check(sizes, tuning, transpose, num_home, cols, depth=128):
   rng = np.random.default_rng(0)
-  rows, weights = used_rows(rng, sizes, depth), normal(rng, 4, depth, cols)
+  rows, weights = used_rows(rng, sizes, depth), exact(rng, 4, depth, cols)
   operand = weights.mT if transpose else weights
   f = functools.partial(grouped_matmul, transpose_rhs=transpose, tuning=tuning)
   out = jax.jit(f)(rows, operand[:num_home], operand[num_home:], jnp.array(sizes))
@@ -108,7 +108,7 @@ def test_matmul_has_no_race(tuning, depth, cols):
 def test_sum_interpreted(tuning):
   rng, sizes = np.random.default_rng(0), SIZES[0]
   rows = [used_rows(rng, sizes, depth) for depth in (128, 192)]
-  weights = [normal(rng, 4, depth, 256) for depth in (128, 192)]
+  weights = [exact(rng, 4, depth, 256) for depth in (128, 192)]
   f = functools.partial(grouped_matmul_sum, transpose_rhs=True, tuning=tuning)
   home, replica = [w.mT[:3] for w in weights], [w.mT[3:] for w in weights]
   with interpreted():

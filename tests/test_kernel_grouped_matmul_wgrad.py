@@ -92,7 +92,7 @@ def check(sizes, tuning, num_home, depth, cols):
   assert replica.shape == (4 - num_home, depth, cols)
   for got, span in zip(jnp.concatenate([home, replica]), spans(sizes), strict=True):
     expected = np.asarray(rows, np.float32)[span].T @ np.asarray(grad, np.float32)[span]
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
