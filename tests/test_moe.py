@@ -297,7 +297,7 @@ def test_rows_that_no_token_feeds_may_hold_nan(monkeypatch):
   monkeypatch.setattr(BlockCrossing, "dispatch", poisoned)
   monkeypatch.setattr(BlockCrossing, "spread", poisoned_gate)
   got = value_and_grads(layer(problem, config), problem)
-  chex.assert_trees_all_equal(got, expected)
+  chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_nan_in_a_masked_token_stays_there():
@@ -327,7 +327,8 @@ def test_strategy_none_is_the_layer_without_slots():
   none = dataclasses.replace(CONFIG, strategy="none")
   empty = dataclasses.replace(CONFIG, replica_slots=0)
   got = value_and_grads(layer(problem, none), problem)
-  chex.assert_trees_all_equal(got, value_and_grads(layer(problem, empty), problem))
+  expected = value_and_grads(layer(problem, empty), problem)
+  chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
   assert int(got[1].replicas[0]) == 0
   args = problem.x, problem.expert_index, problem.gate, problem.weights
   with jax.set_mesh(problem.mesh):
