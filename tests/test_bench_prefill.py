@@ -166,6 +166,14 @@ def test_growth_is_no_burst():
   assert growth(rising, 10) is not None and growth(rising, 1000) is None
 
 
+def test_a_short_load_holds_no_rate_that_cannot_be_served():
+  """Each second brings a fifth more than is served, but the mean stays below a bound of 0.8 s."""
+  seconds = 4
+  ttft = 0.3 + 0.2 * np.linspace(0, seconds, 400)
+  assert ttft.mean() < 0.8 and "rose from" in growth(ttft, seconds)
+  assert growth(0.3 + 0.04 * np.linspace(0, seconds, 400), seconds) is None
+
+
 def queue_point(rate, service=0.1):
   rho = rate * service
   mean = service + rho * service / (2 * (1 - rho)) if rho < 1 else math.nan

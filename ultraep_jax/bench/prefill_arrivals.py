@@ -168,8 +168,9 @@ def _point(
 def growth(ttft: np.ndarray, seconds: float) -> str | None:
   """Says so if times to first token grow as those of a queue do that is never worked off.
 
-  They rise from quarter to quarter, two-fold over the last three, to more than a twentieth of the
-  time that the load lasted: as where requests arrive five per cent faster than they are served.
+  They rise from quarter to quarter, and over the last three by more than a twentieth of the time
+  that goes by: as where requests arrive five per cent faster than they are served. How long the
+  first ones take does not count, or a short load would be held far beyond what can be served.
 
   Args:
     ttft: seconds, in order of arrival.
@@ -178,7 +179,8 @@ def growth(ttft: np.ndarray, seconds: float) -> str | None:
   if len(ttft) < 32 or not seconds:
     return None
   first, second, third, last = (part.mean() for part in np.array_split(ttft, 4))
-  if first < second < third < last and last > max(2 * second, seconds / 20):
+  apart = seconds / 2  # the middles of the second quarter and the last
+  if first < second < third < last and last - second > apart / 20:
     return f"times to first token rose from {second:.3g} s to {last:.3g} s"
   return None
 
