@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import itertools
 import pathlib
+import shlex
 import statistics
 import sys
 import time
@@ -168,7 +169,7 @@ def _command() -> str:
   if "--write" in words:
     at = words.index("--write")
     words[at:] = words[at + 2 :]
-  return " ".join(words)
+  return f"{words[0]} {shlex.join(words[1:])}"
 
 
 if __name__ == "__main__":
