@@ -308,3 +308,12 @@ def test_stretching_keeps_fast_pairs_and_divides_slow_ones():
   assert len(between) > 8 and (np.diff(between) > 0).all() and 1 < between[0] < between[-1] < 40
   cos, sin = cosines_and_sines(stretched, np.arange(4, dtype=np.int32)[None])
   np.testing.assert_allclose(np.hypot(cos, sin), 1.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"), [("{", "expected JSON"), ("[]", "expected a JSON object")]
+)
+def test_a_folder_whose_configuration_is_damaged(tmp_path, text, expected):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=rf"config\.json: {expected}"):
+    ModelConfig.from_folder(tmp_path)

@@ -65,12 +65,15 @@ class Program:
       pytest.param(*case, marks=pytest.mark.slow)
       for case in (
         ("qwen3_moe", "1", "quota"),
+        ("qwen3_moe", "4", "quota"),
         ("qwen3_moe", "8", "none"),
         ("qwen3_moe", "2 auto", "none"),
         ("glm4_moe", "2", "none"),
+        ("glm4_moe", "4", "quota"),
         ("glm4_moe", "8", "quota"),
         ("glm4_moe", "2x4", "quota"),
         ("deepseek_v3", "1", "none"),
+        ("deepseek_v3", "2", "quota"),
         ("deepseek_v3", "4", "quota"),
         ("deepseek_v3", "8", "quota"),
         ("deepseek_v3_fp8", "4", "none"),
@@ -81,9 +84,12 @@ class Program:
 )
 def test_logits(name, mesh, strategy):
   with jax.set_mesh(mesh_of(mesh)):
-    program = Program(name, BalanceConfig(strategy=strategy))
+    program = Program(name, BalanceConfig(strategy=strategy, objective="balance"))
     for places in (ALONE, PACKED, TIGHT):
-      program.check(program(places), places)
+      result = program(places)
+      program.check(result, places)
+      balances = strategy == "quota" and mesh != "1"
+      assert (result.stats.replicas.sum() > 0) == balances
     clean, wild = program(TIGHT), program(TIGHT, padding_token=100)
     np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
     assert clean.stats.expert_load_E.sum() == sum(map(len, program.prompts)) * _choices(program)
@@ -97,8 +103,10 @@ def _choices(program: Program) -> int:
 def test_results_do_not_depend_on_the_batch():
   """Bit for bit, where requests start at blocks; and the cache holds what a prefix gives."""
   with jax.set_mesh(mesh_of("2x2")):
-    program = Program("deepseek_v3", BalanceConfig(batch_invariant=True))
+    program = Program("deepseek_v3", BalanceConfig(objective="balance", batch_invariant=True))
     alone, packed = program(ALONE), program(PACKED)
+    replicas = [result.stats.replica_expert_GS for result in (alone, packed)]
+    assert all((replica >= 0).any() for replica in replicas) and (replicas[0] != replicas[1]).any()
     program.check(alone, ALONE)
     pairs = zip(program.logits(alone, ALONE), program.logits(packed, PACKED), strict=True)
     assert all(np.array_equal(one, other) for one, other in pairs)

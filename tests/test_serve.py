@@ -118,6 +118,14 @@ def test_next_batch_starts_beside_the_running_one_only_if_full(engine):
     assert (len(engine._flights), len(engine._queue)) == (in_flight, waiting)
 
 
+def test_two_full_batches_are_in_flight_and_no_third(engine):
+  for _ in range(13):
+    engine.submit(np.zeros(32, np.int32))
+  for in_flight, waiting in ((1, 9), (2, 5), (1, 5), (2, 1), (1, 1), (0, 1), (1, 0), (0, 0)):
+    engine._step()
+    assert (len(engine._flights), len(engine._queue)) == (in_flight, waiting)
+
+
 def test_what_cannot_run_is_refused_at_submit(engine):
   for tokens, error, message in (
     ([], ValueError, "expected at least one, got an empty prompt"),
@@ -201,7 +209,7 @@ def test_nobody_waits_for_a_thread_that_died(engine, monkeypatch):
   monkeypatch.setattr(engine, "_pack", lambda requests: 1 / 0)
   future = engine.submit([1])
   engine.start()
-  with pytest.raises(serve.RequestFailed, match="thread ended: ZeroDivisionError"):
+  with pytest.raises(serve.RequestFailed, match="the engine ended: ZeroDivisionError"):
     future.result(timeout=60)
   with pytest.raises(RuntimeError, match="closed"):
     engine.submit([1])
@@ -247,8 +255,13 @@ def test_a_model_that_cannot_be_traced_fails_the_warm_up(warm):
 
   with pytest.raises(ValueError, match=r"cache: expected arrays \[layers, 4, 16, ...\], got"):
     make_engine(Wrong).start()
-  with pytest.raises(KeyError, match="no such parameter"):
-    make_engine(Broken).start()
+  for end in (serve.PrefillEngine.start, serve.PrefillEngine.close):
+    engine = make_engine(Broken)
+    future = engine.submit([1])
+    with pytest.raises(KeyError, match="no such parameter"):
+      end(engine)
+    with pytest.raises(serve.RequestFailed, match="the engine ended: KeyError"):
+      future.result(timeout=0)
   with pytest.raises(ValueError, match='mesh: expected one in context with the axis "expert"'):
     serve.PrefillEngine(warm[0], CONFIG)
 
@@ -261,6 +274,34 @@ def make_decoder(balance):
     dataclasses.replace(named, gating=gating, vocab_size=VOCAB), jnp.dtype("float32"), block=4
   )
   return prefill_model.balanced_by(model, balance)
+
+
+def test_nan_amid_a_prompt_fails_it_alone():
+  """Later tokens attend to it; those of other requests lie in other blocks of the same row."""
+  config = serve.EngineConfig(buckets=(32,), alignment=4, max_requests=4, return_logits=True)
+
+  def make_model():
+    model = make_decoder(uep.BalanceConfig(strategy="none"))
+    model.embed[...] = model.embed[...].at[NAN_TOKEN].set(jnp.nan)
+    return model
+
+  engine = make_engine(make_model, make_mesh(shape=(1, 1)), config)
+  prompts = [[1, 2, 3, 4, 5], [6, NAN_TOKEN, 7], [8, 9]]
+  before, guilty, behind = (engine.submit(prompt) for prompt in prompts)
+  assert engine.run_batch() == 3
+  with pytest.raises(serve.RequestFailed, match="finite ones, got NaN or infinity"):
+    guilty.result()
+  for prompt, future in ((prompts[0], before), (prompts[2], behind)):
+    alone = engine.submit(prompt)
+    assert engine.run_batch() == 1
+    np.testing.assert_array_equal(future.result().logits_V, alone.result().logits_V)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(future.result().cache))
+
+
+def test_requests_must_start_at_the_models_blocks():
+  config = serve.EngineConfig(buckets=(32,), alignment=2)
+  with pytest.raises(ValueError, match=r"alignment: expected a multiple .* = 4, got 2"):
+    make_engine(lambda: make_decoder(uep.BalanceConfig()), config=config)
 
 
 @pytest.mark.slow

@@ -166,12 +166,17 @@ class Bench:
 
   def _model(self) -> models.MoETransformer:
     args, dtype, block = self.args, jnp.dtype(self.args.dtype), self.config.alignment
+    attention = "portable" if args.batch_invariant else "auto"  # cuDNN promises no such thing
     if args.checkpoint is None:
       config = prefill_model.with_bias(prefill_model.NAMED[args.model], args.layers)
-      model = prefill_model.build(config, dtype, block)
+      model = prefill_model.build(config, dtype, block, attention)
     else:
       model = models.load(
-        args.checkpoint, balance=BalanceConfig(), dtype=dtype, attention_block=block
+        args.checkpoint,
+        balance=BalanceConfig(),
+        dtype=dtype,
+        attention=attention,
+        attention_block=block,
       )
     jax.block_until_ready(nnx.state(model))
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))

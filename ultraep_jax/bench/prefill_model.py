@@ -52,7 +52,12 @@ def with_bias(config: models.ModelConfig, layers: int | None) -> models.ModelCon
   return dataclasses.replace(config, gating=gating, is_moe=config.is_moe[:layers])
 
 
-def build(config: models.ModelConfig, dtype: jnp.dtype, block: int) -> models.MoETransformer:
+def build(
+  config: models.ModelConfig,
+  dtype: jnp.dtype,
+  block: int,
+  attention: models.AttentionImplementation = "auto",
+) -> models.MoETransformer:
   """Random weights, each device making its own; needs the mesh in context."""
 
   @nnx.jit
@@ -62,6 +67,7 @@ def build(config: models.ModelConfig, dtype: jnp.dtype, block: int) -> models.Mo
       balance=BalanceConfig(),
       dtype=dtype,
       param_dtype=dtype,
+      attention=attention,
       attention_block=block,
       rngs=nnx.Rngs(0),
     )

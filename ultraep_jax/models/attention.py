@@ -135,8 +135,10 @@ def _walk(blocks: _Blocks, chosen_X: Array, scale: float) -> Array:
   values = blocks.value_XKNV.shape[-1]
   start = _Running(flat + _NONE, flat, jnp.zeros((*flat.shape, values), jnp.float32))
   end = lax.fori_loop(0, jnp.max(steps_X), visit, start)
-  total_XNRQ1 = end.total_XNRQ[..., None]
-  mixed_XNRQV = jnp.where(total_XNRQ1 > 0, end.mixed_XNRQV / jnp.maximum(total_XNRQ1, 1e-30), 0.0)
+  # Padding sees nothing and gets 0. A request's NaN must stay NaN, or nobody would see it.
+  asks_XNRQ1 = (segment_XQ > 0)[:, None, None, :, None]
+  total_XNRQ1 = jnp.where(asks_XNRQ1, end.total_XNRQ[..., None], 1.0)
+  mixed_XNRQV = jnp.where(asks_XNRQ1, end.mixed_XNRQV / total_XNRQ1, 0.0)
   mixed_XQNRV = mixed_XNRQV.transpose(0, 3, 1, 2, 4).astype(blocks.value_XKNV.dtype)
   return mixed_XQNRV.reshape(count, queries, key_heads * shared, values)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.models import hf_fields as fields
 from ultraep_jax.models import hf_rope
+from ultraep_jax.models.folder import read_json
 from ultraep_jax.models.rotary import Rotary
 
 Architecture = Literal["qwen3_moe", "glm4_moe", "deepseek_v3"]
@@ -117,10 +117,10 @@ class ModelConfig:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: as ``from_hf`` does.
+      ValueError: it holds no JSON object, or as ``from_hf``.
     """
     path = pathlib.Path(folder) / "config.json"
-    return cls.from_hf(json.loads(path.read_text()))
+    return cls.from_hf(read_json(path))
 
   @classmethod
   def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":

@@ -38,7 +38,7 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-  places = _json(index).get("weight_map")
+  places = read_json(index).get("weight_map")
   if not isinstance(places, dict):
     raise ValueError(f"{index}: expected weight_map from tensor to file, got {places!r:.80}")
   return places
@@ -48,7 +48,9 @@ def read_block_size(folder: pathlib.Path) -> tuple[int, int] | None:
   """Rows and columns per factor of FP8 weights, or None if config.json names none."""
   if not (folder / "config.json").exists():
     return None
-  block = (_json(folder / "config.json").get("quantization_config") or {}).get("weight_block_size")
+  block = (read_json(folder / "config.json").get("quantization_config") or {}).get(
+    "weight_block_size"
+  )
   if block is None:
     return None
   try:
@@ -60,7 +62,8 @@ def read_block_size(folder: pathlib.Path) -> tuple[int, int] | None:
   return rows, columns
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The object in a file; a ``ValueError`` that names the file if there is something else."""
   try:
     value = json.loads(path.read_text())
   except ValueError as error:

@@ -123,6 +123,10 @@ class MoETransformer(nnx.Module):
   def vocab_size(self) -> int:
     return self.config.vocab_size
 
+  @property
+  def attention_block(self) -> int:
+    return self.attention.block
+
   def __call__(self, batch: PackedBatch) -> PrefillResult:
     """Runs the requests of a batch through all layers.
 

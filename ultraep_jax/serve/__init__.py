@@ -1,7 +1,7 @@
 """Prefill: prompts in, first tokens and caches out, every MoE layer balanced in every batch.
 
 >>> from ultraep_jax import serve
->>> serve.EngineConfig(buckets=(256, 1024), alignment=64).max_requests
+>>> serve.EngineConfig(buckets=(256, 1024), alignment=128).max_requests
 64
 
 See docs/prefill.md.

@@ -56,15 +56,23 @@ class PrefillEngine:
 
     Args:
       model: called with a ``packed.PackedBatch``, returns a ``packed.PrefillResult``; has an
-        attribute ``vocab_size``.
+        attribute ``vocab_size`` and, if requests must start at multiples of it,
+        ``attention_block``.
       config: of the batches and the queue.
       on_stats: called in the engine's thread with the number of each batch and the statistics of
         its layers, axes ``("layer", "group")``, on the devices; e.g. for
         ``trace.Recorder.record``. What it raises is logged.
 
     Raises:
-      ValueError: the mesh is missing or does not fit; see ``docs/prefill.md``.
+      ValueError: the mesh is missing or does not fit, or ``attention_block`` does not divide the
+        alignment; see ``docs/prefill.md``.
     """
+    block = getattr(model, "attention_block", 1)
+    if config.alignment % block:
+      raise ValueError(
+        f"alignment: expected a multiple of the model's attention_block = {block}, "
+        f"got {config.alignment}"
+      )
     self.config = config
     self._vocab_size = int(model.vocab_size)  # type: ignore[attr-defined]
     self._programs = Programs(model, config)
@@ -135,10 +143,15 @@ class PrefillEngine:
 
     Raises:
       RuntimeError: it runs, or the engine is closed.
+      Exception: as ``warm_up``; the engine is closed then, and the requests that wait have failed.
     """
     if self._thread is not None or self._closed:
       raise RuntimeError("engine: expected one that was neither started nor closed")
-    self.warm_up()
+    try:
+      self.warm_up()
+    except BaseException as error:
+      self._abandon(error)
+      raise
     self._thread = threading.Thread(target=self._work, name="ultraep_prefill", daemon=True)
     self._thread.start()
 
@@ -157,8 +170,12 @@ class PrefillEngine:
       self._changed.notify()
     if self._thread is not None:
       self._thread.join()
-    while self._queue:  # an engine that was never started
-      self._run_next()
+    try:
+      while self._queue:  # an engine that was never started
+        self._run_next()
+    except BaseException as error:
+      self._abandon(error)
+      raise
 
   def __enter__(self) -> Self:
     self.start()
@@ -289,11 +306,11 @@ class PrefillEngine:
         self._counters.completed += delivered and not isinstance(result, Exception)
 
   def _abandon(self, error: BaseException) -> None:
-    """Nobody waits for ever for a thread that is gone."""
+    """Nobody waits for ever for an engine that is gone."""
     with self._changed:
       self._closed = True
       left = [r for flight in self._flights for r in flight.requests] + list(self._queue)
       self._queue.clear()
     for request in left:
       if not request.future.done():
-        request.finish(RequestFailed(f"the engine's thread ended: {error!r}"))
+        request.finish(RequestFailed(f"the engine ended: {error!r}"))

@@ -82,7 +82,11 @@ class Programs:
       }
     self._prefill = {bucket: done[bucket] for bucket in prefill}
     self._cut = {key: done[key] for key in cut}
-    self._run_each()
+    try:
+      self._run_each()
+    except BaseException:
+      self._prefill, self._cut = {}, {}
+      raise
 
   def run(self, batch: PackedBatch) -> Outputs:
     """Starts the batch's program; the results are on their way."""
