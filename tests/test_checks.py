@@ -129,6 +129,16 @@ WRONG = {
     ValueError,
     r"x: expected a first axis divisible by 4 \(mesh axes \('expert',\)\), got 17",
   ),
+  "an activation by name": (
+    {"activation": "silu"},
+    TypeError,
+    "activation: expected a function, got str",
+  ),
+  "an activation that halves": (
+    {"activation": lambda h: h[:, ::2]},
+    ValueError,
+    r"activation's result: expected shape \[8, 6\], got \[8, 3\]",
+  ),
   "no tokens": (
     {
       "x": jnp.ones((0, D)),

@@ -134,6 +134,18 @@ class TestHistory:
       after[seed] = load_G.max() / load_G.mean()
     assert after[0] < 1.15 < after[9]
 
+  def test_replicas_of_larger_domains_are_left_out(self):
+    load_GE = np.zeros((4, 8), np.int32)
+    load_GE[:, :2] = 16
+    load = jnp.asarray(load_GE)
+    state = eplb.update(eplb.init(8, 4, CONFIG), load, CONFIG, period=1)
+    config = BalanceConfig(replica_slots=2, domain_size=2)
+    for module in (eplb, strategies.lplb):
+      assert (module.planner(state)(load, CONFIG).replica_expert[2:] >= 0).any()
+      plan = module.planner(state)(load, config)
+      assert_legal_plan(plan, load_GE, config)
+      assert (plan.replica_expert[1] >= 0).any()
+
   def test_wrong_arguments(self):
     state = eplb.init(8, 4, CONFIG)
     with pytest.raises(ValueError, match="num_experts: expected a multiple of 4"):

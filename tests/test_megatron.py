@@ -99,6 +99,24 @@ def test_a_killed_run_keeps_its_whole_steps(tmp_path):
   assert trace.manifest.metadata["damaged_lines"] == 1
 
 
+def test_microbatches_behind_a_damaged_line_are_left_out(tmp_path):
+  """Of the next step there, which may be short of the damaged one; else they would be shifted."""
+  for rank in range(G):
+    steps = [record(s, 1, chosen(10 * s + m)[1][rank]) for s in range(3) for m in range(2)]
+    write(tmp_path / "from", steps, rank)
+  file = tmp_path / "from" / "router_trace_rank1.jsonl"
+  lines = file.read_text().splitlines(keepends=True)
+  lines[2] = lines[2][:9] + "\n"  # the first microbatch of step 1
+  file.write_text("".join(lines))
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  keys = list(zip(trace.step_N.tolist(), trace.microbatch_N.tolist(), strict=True))
+  assert keys == [(0, 0), (0, 1), (2, 0), (2, 1)]
+  for i, (step, microbatch) in enumerate(keys):
+    np.testing.assert_array_equal(trace.load_NGE[i], chosen(10 * step + microbatch)[0])
+  assert trace.manifest.metadata["incomplete_records"] == 2
+  assert trace.manifest.metadata["damaged_lines"] == 1
+
+
 @pytest.mark.parametrize(
   ("line", "message"),
   [

@@ -280,6 +280,30 @@ def test_bfloat16_parameters_get_bfloat16_gradients():
   assert all(leaf.dtype == jnp.bfloat16 for leaf in weight_grads)
 
 
+def test_an_activation_may_compute_in_float32():
+  problem = make_problem(make_mesh(2), dtype=jnp.bfloat16)
+
+  def silu(h):
+    return jax.nn.silu(h.astype(jnp.float32))
+
+  apply = layer(problem, CONFIG, activation=silu)
+  y, _, (x_grad, _, _) = value_and_grads(apply, problem)
+  assert y.dtype == x_grad.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("differentiate", [True, False])
+def test_an_activation_with_a_traced_parameter_is_refused(differentiate):
+  problem = make_problem(make_mesh(2))
+
+  def loss(beta, x):
+    apply = layer(problem, CONFIG, activation=lambda h: h * jax.nn.sigmoid(beta * h))
+    return jnp.sum(apply(x, problem.expert_index, problem.gate, problem.weights)[0])
+
+  run = jax.grad(loss) if differentiate else loss
+  with jax.set_mesh(problem.mesh), pytest.raises(ValueError, match=r"activation: .* closes over a"):
+    jax.jit(run)(1.5, problem.x)
+
+
 def test_rows_that_no_token_feeds_may_hold_nan(monkeypatch):
   problem = make_problem(make_mesh(4), masked=True)
   config = dataclasses.replace(CONFIG, capacity_factor=2.0)

@@ -139,7 +139,10 @@ def test_memory_grows_with_experts_times_ranks_only():
 
 @pytest.mark.parametrize(
   ("index_shape", "load_shape", "message"),
-  [((8, 2), (4, 9), r"load_GE: expected shape \(4, 8\), got \(4, 9\)"), ((8,), (4, 8), "2 axes")],
+  [
+    ((8, 2), (4, 9), r"load_GE: expected shape \[4, 8\], got \[4, 9\]"),
+    ((8,), (4, 8), r"expert_index_TK: expected shape \[T, K\], got \[8\]"),
+  ],
 )
 def test_wrong_shapes_raise(index_shape, load_shape, message):
   empty = jnp.zeros((4, 0), jnp.int32)
@@ -148,3 +151,21 @@ def test_wrong_shapes_raise(index_shape, load_shape, message):
     route.route_tokens(
       jnp.zeros(index_shape, jnp.int32), jnp.zeros(load_shape, jnp.int32), plan, 0, CONFIG
     )
+
+
+def test_what_is_no_route_is_refused():
+  empty, load = jnp.zeros((4, 0), jnp.int32), jnp.zeros((4, 8), jnp.int32)
+  plan = uep.Plan(empty, jnp.zeros((8, 4), jnp.int32), empty)
+  index = jnp.zeros((8, 2), jnp.int32)
+  with pytest.raises(ValueError, match=r"rank: expected one in \[0, 4\), got 9"):
+    route.route_tokens(index, load, plan, 9, CONFIG)
+  with pytest.raises(TypeError, match="expert_index_TK: expected a dtype of kind integer"):
+    route.route_tokens(index.astype(jnp.float32), load, plan, 0, CONFIG)
+  with pytest.raises(TypeError, match="config: expected a BalanceConfig, got NoneType"):
+    route.route_tokens(index, load, plan, 0, None)
+
+
+@pytest.mark.parametrize("factor", [1e308, 10**400])
+def test_no_factor_gives_more_rows_than_there_are_assignments(factor):
+  config = uep.BalanceConfig(capacity_factor=factor)
+  assert route.row_capacity(10, 2, 4, config) == 80

@@ -161,6 +161,15 @@ def test_dense_moe_takes_bfloat16_and_an_activation():
   assert not np.allclose(y_TD, testing.dense_moe(x, index_TK, gate, w))
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [(jnp.int8, 256), (jnp.uint8, 512)])
+def test_dense_moe_takes_indices_too_narrow_for_its_experts(dtype, experts):
+  one = jnp.ones((experts, 1, 1))
+  weights = ExpertWeights(one, one, one * jnp.arange(experts, dtype=jnp.float32)[:, None, None])
+  index = jnp.array([[3, -1 if dtype == jnp.int8 else 5]], dtype)
+  y = testing.dense_moe(jnp.ones((1, 1)), index, jnp.ones((1, 2)), weights, jax.nn.relu)
+  assert y.tolist() == [[3.0 if dtype == jnp.int8 else 8.0]]
+
+
 def test_dense_moe_gradients_equal_finite_differences():
   x_TD, index_TK, gate_TK, weights = moe_problem()
   direction = jax.tree.map(jnp.cos, (x_TD, gate_TK, weights))

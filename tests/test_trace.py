@@ -85,6 +85,29 @@ def test_leading_axes_become_records(tmp_path):
     np.testing.assert_array_equal(trace.load_NGE[i], traces.loads(10 * (i % 6 // 2) + i % 2))
 
 
+def test_layers_of_named_stacks_keep_both_names(tmp_path):
+  first, second = (
+    stacked([traces.stats_of(traces.loads(s + i)) for i in range(2)]) for s in (0, 9)
+  )
+  with Recorder(tmp_path) as recorder:
+    recorder.record(0, {"dense": first, "mtp": second}, axes=("layer",))
+  trace = read(tmp_path)
+  assert trace.layer_N.tolist() == ["dense 0", "dense 1", "mtp 0", "mtp 1"]
+  np.testing.assert_array_equal(trace.load_NGE[3], traces.loads(10))
+
+
+def test_two_recorders_of_one_folder_keep_both_records(tmp_path):
+  with Recorder(tmp_path) as one, Recorder(tmp_path) as other:
+    one.record(0, traces.stats_of(traces.loads(0)), axes=())
+    other.record(1, traces.stats_of(traces.loads(1)), axes=())
+    other.flush()
+    one.flush()
+    other.record(2, traces.stats_of(traces.loads(2)), axes=())
+  trace = read(tmp_path)
+  assert sorted(trace.step_N.tolist()) == [0, 1, 2] and not trace.problems
+  assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_layer_of_the_library_is_recorded(tmp_path):
   """Statistics straight from ``sharded_moe``, with the loads that it measured."""
   weights = uep.ExpertWeights(*[jnp.ones((8, 4, 4)) for _ in range(3)])

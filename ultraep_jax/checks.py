@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Array, ExpertWeights, Plan
@@ -66,6 +67,27 @@ def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> 
   dtypes = {str(leaf.dtype) for leaf in weights}
   if len(dtypes) > 1:
     raise TypeError(f"weights: expected one dtype, got {sorted(dtypes)}")
+
+
+def check_activation(activation: Any, shape: tuple[int, ...], dtype: Any) -> None:
+  """Raises unless an activation keeps shapes and needs nothing but its argument.
+
+  Raises:
+    TypeError: not a function, or one that returns no floats.
+    ValueError: it closes over a traced array, for which there would be no gradient, or returns
+      another shape.
+  """
+  if not callable(activation):
+    raise TypeError(f"activation: expected a function, got {type(activation).__name__}")
+  argument = jax.ShapeDtypeStruct(shape, dtype)
+  traced, out = jax.make_jaxpr(activation, return_shape=True)(argument)
+  for value in traced.consts:
+    if isinstance(value, Tracer):
+      raise ValueError(
+        f"activation: expected a function of its argument alone, got one that closes over a traced "
+        f"{jax.typeof(value)}"
+      )
+  check_array("activation's result", out, shape, jnp.floating)
 
 
 def check_layer(

@@ -111,7 +111,7 @@ def check_int(name: str, value: object, minimum: int) -> None:
 def check_factor(name: str, value: object) -> None:
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
-  if not (value >= 1 and math.isfinite(value)):
+  if not 1 <= value < math.inf:
     raise ValueError(f"{name}: expected a finite number of at least 1, got {value}")
 
 

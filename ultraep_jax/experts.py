@@ -357,4 +357,5 @@ def _scaled(rows_CX: Array, gate_C: Array) -> Array:
 
 
 def _inner(hidden: Hidden, activation: Activation) -> Array:
-  return activation(hidden.gate_CF) * hidden.up_CF
+  # An activation may compute in float32.
+  return activation(hidden.gate_CF).astype(hidden.up_CF.dtype) * hidden.up_CF

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax import implementation, load, rounds, route, stats, strategies
-from ultraep_jax.checks import check_layer, check_plan
+from ultraep_jax.checks import check_activation, check_layer, check_plan
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.experts import Activation
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
@@ -53,7 +53,7 @@ def moe(
       compute dtype inside, so that float32 parameters get float32 gradients.
     config: how to balance.
     axis_name: the mesh axis that experts are sharded over.
-    activation: of the gate projection.
+    activation: of the gate projection; elementwise, of its argument alone.
 
   Returns:
     ``y_TD`` in x's dtype and the statistics of this token group, equal on its ranks.
@@ -63,6 +63,7 @@ def moe(
     TypeError: a dtype is wrong.
   """
   num_ranks = check_layer(x_TD, expert_index_TK, gate_TK, weights, config, axis_name)
+  check_activation(activation, (8, weights.wo.shape[1]), x_TD.dtype)
   num_experts = weights.wo.shape[0] * num_ranks
   load.check_expert_index(expert_index_TK, num_experts)
   expert_index_TK = expert_index_TK.astype(jnp.int32)

@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from pallas_kernels.plan_quota import plan_quota
 from ultraep_jax import exact, greedy, implementation
-from ultraep_jax.checks import check_array
+from ultraep_jax.checks import check_array, check_config
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.integers import (
@@ -88,7 +88,7 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
     an expert is at most once on a rank, and no load leaves its domain.
 
   Raises:
-    TypeError: ``load_GE`` is not int32.
+    TypeError: ``load_GE`` is not int32, or ``config`` no ``BalanceConfig``.
     ValueError: a shape, ``domain_size``, a load or the total is not as described, or the cost is
       missing.
     NotImplementedError: ``implementation="mosaic_gpu"`` for sizes that the kernels do not hold.
@@ -101,6 +101,7 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   >>> plan.quota.tolist()
   [[3, 5], [4, 0], [0, 1], [0, 1]]
   """
+  check_config(config)
   check_load(load_GE)
   arguments = (load_GE, *set_up(load_GE, config, cost))
   candidates = {

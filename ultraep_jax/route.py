@@ -11,9 +11,11 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from pallas_kernels.route_rows import Tuning, route_rows
 from ultraep_jax import implementation
+from ultraep_jax.checks import check_array, check_config
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import first_that_can
 from ultraep_jax.load import drop_invalid, position_in_group
@@ -27,7 +29,7 @@ def row_capacity(tokens: int, top_k: int, num_ranks: int, config: BalanceConfig)
 
   Never more than there are assignments, rounded up.
   """
-  rows = min(math.ceil(tokens * top_k * config.capacity_factor), num_ranks * tokens * top_k)
+  rows = math.ceil(tokens * top_k * min(config.capacity_factor, num_ranks))
   return -(-rows // _ROW_UNIT) * _ROW_UNIT
 
 
@@ -62,13 +64,15 @@ def route_tokens(
     The routes of this rank; memory is O(E·G + T·K).
 
   Raises:
-    ValueError: shapes do not fit together.
+    ValueError: shapes do not fit together, or there is no such rank.
+    TypeError: a dtype is wrong.
   """
+  check_config(config)
   num_experts, num_ranks = plan.quota.shape
-  if load_GE.shape != (num_ranks, num_experts):
-    raise ValueError(f"load_GE: expected shape {(num_ranks, num_experts)}, got {load_GE.shape}")
-  if expert_index_TK.ndim != 2:
-    raise ValueError(f"expert_index_TK: expected 2 axes, got shape {expert_index_TK.shape}")
+  check_array("load_GE", load_GE, (num_ranks, num_experts), jnp.int32)
+  check_array("expert_index_TK", expert_index_TK, ("T", "K"), jnp.integer)
+  if not isinstance(rank, Tracer) and not 0 <= int(rank) < num_ranks:
+    raise ValueError(f"rank: expected one in [0, {num_ranks}), got {rank}")
   arguments = (expert_index_TK, load_GE, plan, rank, config)
   candidates = {
     "mosaic_gpu": lambda: _route_on_gpu(*arguments),

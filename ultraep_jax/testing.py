@@ -58,6 +58,7 @@ def dense_moe(
       f"got {expert_index_TK.shape} and {gate_TK.shape}"
     )
   x_TD, gate_TK = x_TD.astype(jnp.float32), gate_TK.astype(jnp.float32)
+  expert_index_TK = expert_index_TK.astype(jnp.int32)  # narrow ones would wrap around
   num_experts = weights.wo.shape[0]
 
   def dot(a: Array, b: Array) -> Array:
@@ -70,7 +71,7 @@ def dense_moe(
     inner_TF = activation(dot(x_TD, wi_gate)) * dot(x_TD, wi_up)
     return y_TD + gate_T[:, None] * dot(inner_TF, wo), None
 
-  experts = jnp.arange(num_experts, dtype=expert_index_TK.dtype)
+  experts = jnp.arange(num_experts, dtype=jnp.int32)
   return lax.scan(add_expert, jnp.zeros_like(x_TD), (experts, weights))[0]
 
 

@@ -129,6 +129,9 @@ def planner(state: History):
 def check_history(state: History, load_GE: Array, config: BalanceConfig) -> tuple[Array, Array]:
   """The placement in force and the loads of experts, ``[E]`` int32.
 
+  Replicas that were placed for larger domains, and lie outside their home's, are left out: copies
+  do not get there.
+
   Raises:
     TypeError: ``load_GE`` is not int32.
     ValueError: the state is of another layer, or ``load_GE`` not as in ``plan_quotas``.
@@ -139,7 +142,12 @@ def check_history(state: History, load_GE: Array, config: BalanceConfig) -> tupl
   got = state.load_E.shape, state.replica_expert.shape
   if got != expected:
     raise ValueError(f"state: expected a history of shapes {expected}, got {got}")
-  return state.replica_expert, jnp.sum(load_GE, axis=0, dtype=jnp.int32)
+  domain = placement.domain_size_of(num_ranks, config.domain_size)
+  domain_E = jnp.arange(num_experts) // (num_experts // num_ranks * domain)
+  domain_G1 = jnp.arange(num_ranks)[:, None] // domain
+  inside_GS = domain_E[state.replica_expert] == domain_G1
+  replica_expert = jnp.where(inside_GS, state.replica_expert, -1)
+  return replica_expert, jnp.sum(load_GE, axis=0, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("num_ranks", "num_slots", "num_groups", "num_nodes"))

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pathlib
+import uuid
 from typing import Any
 
 import numpy as np
@@ -156,16 +157,30 @@ def _checked(path: pathlib.Path, values: dict[str, Any]) -> Manifest:
   return manifest
 
 
-def write_chunk(folder: pathlib.Path, index: int, columns: Columns) -> None:
-  """Writes a chunk; it has its name only when it is whole."""
-  path = folder / CHUNKS.replace("*", f"{index:08d}")
-  temporary = path.with_suffix(".partial")
+def write_chunk(folder: pathlib.Path, index: int, columns: Columns) -> int:
+  """Writes a chunk; it has its name only when it is whole.
+
+  Another recorder of the same folder may have taken the number: returned is the one it got, the
+  first that is free.
+  """
   arrays: dict[str, Any] = {name: _narrow(column) for name, column in columns.items()}
-  with temporary.open("wb") as file:
+  temporary = folder / f"{uuid.uuid4().hex}.partial"
+  with temporary.open("xb") as file:
     np.savez_compressed(file, **arrays)
     file.flush()
     os.fsync(file.fileno())
-  temporary.replace(path)
+  while True:
+    path = folder / CHUNKS.replace("*", f"{index:08d}")
+    try:
+      os.link(temporary, path)
+    except FileExistsError:
+      index += 1
+      continue
+    except OSError:  # no links on this file system
+      temporary.replace(path)
+      return index
+    temporary.unlink()
+    return index
 
 
 def read_chunk(path: pathlib.Path, manifest: Manifest) -> Columns:

@@ -9,7 +9,8 @@ What it does not say is assumed:
 - the ranks of the files are expert-parallel ranks; with ``num_ranks`` below their number, group g
   is the ranks from ``g * num_ranks`` on;
 - expert e has its home on rank ``e // (num_experts / num_ranks)`` of the group;
-- a second line of the same step and layer in a file is the second microbatch, and so on;
+- a second line of the same step and layer in a file is the second microbatch, and so on; behind a
+  damaged line that cannot be told, so the step that goes on there is left out;
 - no plan was made: the trace has the plans that ``config`` makes of the loads.
 """
 
@@ -152,8 +153,12 @@ def _rank_files(source: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _choices(file: pathlib.Path, num_experts: int) -> Iterator[tuple[_Key, _Choice] | None]:
-  """Each line's key and loads; ``None`` for a damaged line."""
+  """Each line's key and loads; ``None`` for a damaged line.
+
+  Which microbatches come behind a damaged line, in the step that is next, is not known.
+  """
   seen: collections.Counter[tuple[int, str]] = collections.Counter()
+  damaged, doubtful = False, None
   with file.open(errors="replace") as lines:
     for number, line in enumerate(lines, 1):
       if not line.strip():
@@ -161,10 +166,15 @@ def _choices(file: pathlib.Path, num_experts: int) -> Iterator[tuple[_Key, _Choi
       try:
         record = json.loads(line)
       except ValueError:
+        damaged = True
         yield None
         continue
       where = f"{file.name}, line {number}"
       step, layer = _place(record, where)
+      if damaged or step != doubtful:
+        damaged, doubtful = False, step if damaged else None
+      if step == doubtful:
+        continue
       yield _Key(step, seen[step, layer], layer), _counts(record, where, num_experts)
       seen[step, layer] += 1
 

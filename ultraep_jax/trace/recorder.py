@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import itertools
 import pathlib
 import tempfile
 import time
@@ -111,7 +110,7 @@ class Recorder:
       "metadata": dict(metadata or {}),
     }
     numbers = [path.stem.rpartition("-")[2] for path in files.chunks(self._folder)]
-    self._index = itertools.count(max((int(n) + 1 for n in numbers if n.isdecimal()), default=0))
+    self._index = max((int(n) + 1 for n in numbers if n.isdecimal()), default=0)
     self._executor = concurrent.futures.ThreadPoolExecutor(1, "ultraep_trace")
 
   def record(
@@ -126,7 +125,8 @@ class Recorder:
 
     Args:
       step: of training.
-      stats: of each layer by name, or of one layer (or a stack of them, with axes).
+      stats: of each layer by name, or of one layer (or a stack of them, with axes). The layers of
+        a stack are named by its name and their index in it, as far as there are these.
       microbatch: within the step.
       axes: the leading axes of the statistics, of ``"layer"``, ``"microbatch"`` and ``"group"``.
         ``sharded_moe`` and the modules add a group axis; a ``scan`` puts its own before it, e.g.
@@ -141,7 +141,7 @@ class Recorder:
       raise ValueError(f"axes: expected distinct names of {_AXES}, got {axes}")
     if not self._active or step % self._every:
       return
-    layers = {"0": stats} if isinstance(stats, LayerStats) else stats
+    layers = {"": stats} if isinstance(stats, LayerStats) else stats
     for layer, leaves in layers.items():
       if not isinstance(leaves, LayerStats):
         raise TypeError(f"stats: expected LayerStats by layer, got {type(leaves).__name__}")
@@ -226,7 +226,7 @@ class Recorder:
     if self._manifest is None:
       files.write_manifest(self._folder, manifest)
       self._manifest = manifest
-    files.write_chunk(self._folder, next(self._index), columns)
+    self._index = files.write_chunk(self._folder, self._index, columns) + 1
 
 
 def _columns(calls: list[_Call]) -> Columns:
@@ -247,10 +247,13 @@ def _rows(call: _Call, stats: LayerStats) -> Columns:
   count = int(np.prod(lead, dtype=np.int64))
   position = dict(zip(call.axes, np.indices(lead).reshape(len(lead), count), strict=True))
   zeros = np.zeros(count, np.int32)
-  layers = position.get("layer")
+  index_N = position.get("layer")
+  names = [call.layer or "0"] * count
+  if index_N is not None:
+    names = [f"{call.layer} {i}".lstrip() for i in index_N]
   return {
     "step_N": np.full(count, call.step, np.int64),
-    "layer_N": np.full(count, call.layer) if layers is None else layers.astype(str),
+    "layer_N": np.array(names, str),
     "microbatch_N": position.get("microbatch", zeros) + call.microbatch,
     "group_N": position.get("group", zeros),
   } | {
