@@ -63,8 +63,9 @@ def dispatch(
     hold anything, NaN included.
 
   Raises:
-    NotImplementedError: a dtype or a mesh that the kernel does not handle.
-    ValueError: shapes that do not fit, or rows that are no multiple of 16 bytes.
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
+      multiple of 16 bytes.
+    ValueError: shapes that do not fit.
   """
   arrays = list(arrays)
   _check(arrays, dest_TK, row_TK, received_GTK, capacity, axis_name)

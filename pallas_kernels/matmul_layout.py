@@ -68,6 +68,8 @@ class Tuning:
       raise ValueError(f"blocks: expected a multiple of {self.cluster}, got {self.blocks}")
     if self.blocks > _SMS and self.blocks % _SMS:
       raise ValueError(f"blocks: expected at most {_SMS} or a multiple of it, got {self.blocks}")
+    if self.blocks > _SMS and _SMS % self.cluster:
+      raise ValueError(f"cluster: expected a divisor of {_SMS}, got {self.cluster}")
     if self.band < _WIDEST * self.cluster:
       raise ValueError(f"band: expected at least {_WIDEST * self.cluster}, got {self.band}")
     if self.ring_bytes > tiles.SHARED_BYTES:

@@ -72,9 +72,9 @@ def reduce_replicas(
     The homes with the gradients of all replicas added.
 
   Raises:
-    NotImplementedError: a dtype or a mesh that the kernel does not handle.
-    ValueError: shapes that do not fit, rows that are no multiple of 16 bytes, or a tuning that
-      needs too much shared memory.
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
+      multiple of 16 bytes.
+    ValueError: shapes that do not fit, or a tuning that needs too much shared memory.
   """
   transfer = reduction(
     replicas, homes, replica_expert_GS, parent_GS, axis_name=axis_name, tuning=tuning or Tuning()

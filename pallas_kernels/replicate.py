@@ -61,8 +61,9 @@ def replicate(
     NaN included.
 
   Raises:
-    NotImplementedError: a dtype or a mesh that the kernel does not handle.
-    ValueError: shapes that do not fit, or rows that are no multiple of 16 bytes.
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
+      multiple of 16 bytes.
+    ValueError: shapes that do not fit.
   """
   transfer = replication(
     arrays,

@@ -112,8 +112,8 @@ def cut(name: str, arrays: Sequence[Array], tuning: Tuning) -> list[Tiles]:
   """Cuts the rows (all but the leading axis) of arrays into tiles without overlap.
 
   Raises:
-    NotImplementedError: a dtype that bulk copies cannot move.
-    ValueError: a row is not a multiple of 16 bytes.
+    NotImplementedError: a dtype that bulk copies cannot move, or a row that is not a multiple of
+      16 bytes.
   """
   dtypes = {array.dtype for array in arrays}
   most = tuning.tile_bytes // max(len(dtypes), 1) // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
@@ -124,7 +124,7 @@ def cut(name: str, arrays: Sequence[Array], tuning: Tuning) -> list[Tiles]:
       raise NotImplementedError(f"{name}: expected a dtype of {_MOVABLE}, got {array.dtype}")
     row, length = math.prod(array.shape[1:]), most // array.dtype.itemsize
     if row == 0 or row * array.dtype.itemsize % ALIGNMENT:
-      raise ValueError(
+      raise NotImplementedError(
         f"{name}: expected rows of a positive multiple of {ALIGNMENT} bytes, got "
         f"{row * array.dtype.itemsize} bytes ({array.shape[1:]} of {array.dtype})"
       )

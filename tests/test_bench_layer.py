@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from ultraep_jax import testing
-from ultraep_jax.bench import layer, layer_plot
+from ultraep_jax.bench import layer, layer_plot, peers
 from ultraep_jax.bench.layer_problem import Arrays, Problem, Shape, histories, make_loads
 from ultraep_jax.bench.layer_variants import SLACK, VARIANTS, bound, capacity, config_of, planned
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.plan import plan_quotas
 from ultraep_jax.strategies import eplb
+from ultraep_jax.types import ExpertWeights
 
 FLAGS = "--shapes qwen3-235b --scale 128 --ranks 2 --experts 8 --top-k 2 --tokens 64 --steps 2"
 
@@ -184,3 +187,53 @@ def test_memory_table(tmp_path, capsys):
     for row in (whole, rounds, quota, ideal):
       parts = row["arguments_gb"] + row["results_gb"] + row["temp_gb"]
       assert parts == pytest.approx(row["peak_gb"])
+
+
+def all_rows_to_all(operand, output, start_G, size_G, landing_G, received_G, *, axis_name):
+  """``ragged_all_to_all`` of devices that have none."""
+  del received_G
+  rank, row_N = lax.axis_index(axis_name), jnp.arange(output.shape[0])
+  every = [lax.all_gather(x, axis_name) for x in (operand, start_G, size_G, landing_G)]
+  for rows, start, size, landing in zip(*every, strict=True):
+    place_N = row_N - landing[rank]
+    coming = rows[jnp.clip(place_N + start[rank], 0, rows.shape[0] - 1)]
+    output = jnp.where(((place_N >= 0) & (place_N < size[rank]))[:, None], coming, output)
+  return output
+
+
+@pytest.mark.parametrize("name", peers.LAYERS)
+def test_peers_are_the_dense_layer(name, monkeypatch):
+  """But for jax's kernel for Hopper, which a CPU has not."""
+  monkeypatch.setattr(lax, "ragged_all_to_all", all_rows_to_all)
+  monkeypatch.setattr(peers, "_hopper_matmul", lax.ragged_dot)
+  load_GE = testing.zipf_loads(0, 16, 4, 32, 4, 1.8)
+  index = jnp.asarray(testing.expert_indices(0, load_GE, 4).reshape(-1, 4))
+  rng = np.random.default_rng(0)
+
+  def normal(*sizes):
+    return jnp.asarray(rng.normal(size=sizes) / sizes[-2] ** 0.5, jnp.float32)
+
+  weights = ExpertWeights(normal(16, 16, 24), normal(16, 16, 24), normal(16, 24, 16))
+  x, gate = normal(128, 16), normal(128, 4)
+  buffers = peers.Buffers.of(load_GE[None])
+
+  def outputs_and_gradients(layer, *args):
+    y, pull = jax.vjp(layer, *args)
+    return y, pull(y)
+
+  def local(x, index, gate, weights):
+    layer = peers.LAYERS[name]
+    return outputs_and_gradients(
+      lambda x, gate, w: layer(x, index, gate, w, buffers, "expert"), x, gate, weights
+    )
+
+  kinds = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((4,), ("expert",), kinds, devices=jax.devices()[:4])
+  by_rank = P("expert")
+  run = jax.shard_map(local, mesh=mesh, in_specs=(by_rank,) * 4, out_specs=by_rank, check_vma=False)
+  got = jax.jit(run)(x, index, gate, weights)
+  wanted = outputs_and_gradients(
+    lambda x, gate, w: testing.dense_moe(x, index, gate, w), x, gate, weights
+  )
+  for one, other in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+    assert float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other)) < 1e-5

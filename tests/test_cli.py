@@ -194,6 +194,22 @@ def test_self_check_says_what_went_wrong(monkeypatch):
   monkeypatch.setattr("ultraep_jax.selfcheck.sharded_moe", broken)
   check = selfcheck.self_check()
   assert not check.passed and check.failure == "RuntimeError: no such link"
+  assert check.error is None
+
+
+def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch):
+  failed = selfcheck.Check(False, "portable", 4, None, None, None, 1.0, "no link")
+  monkeypatch.setattr(doctor_command, "self_check", lambda: failed)
+  status, text, _ = run(capsys, "doctor", "--json")
+  report = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+  assert status == 1 and report["check"]["failure"] == "no link"
+
+  def broken():
+    raise RuntimeError("Unable to initialize backend 'cuda'")
+
+  monkeypatch.setattr(doctor_command, "doctor", broken)
+  status, _, errors = run(capsys, "doctor")
+  assert status == 1 and "devices: expected some that JAX can start, got: Unable" in errors
 
 
 def test_mesh_advice():

@@ -116,6 +116,20 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path, monkeypatch):
     np.testing.assert_array_equal(got[name], expected[name], strict=True, err_msg=name)
 
 
+def test_a_run_goes_on_with_another_strategy(tmp_path, monkeypatch):
+  command = [*TINY, "--out", str(tmp_path), "--checkpoint-dir", str(tmp_path / "state")]
+  command += ["--checkpoint-every", "2"]
+  interrupt_at_step_3(command, monkeypatch)
+  results = main([*command, "--resume", "--strategy", "dense", "--ranks", "1"])
+  assert ["imbalance_before" in record for record in results["history"]] == [
+    True,
+    True,
+    False,
+    False,
+  ]
+  assert results["imbalance_after"] == 1 and (tmp_path / "training.png").stat().st_size > 1000
+
+
 def test_checkpoint_holds_no_replicas(finished):
   folder, _ = finished
   state = saved_state(folder / "state", 4)

@@ -299,7 +299,12 @@ def test_work_lists_count_every_slot_once_and_never_wait_for_ever(placement):
 @pytest.mark.parametrize(
   ("replica", "home", "error", "message"),
   [
-    (((3,), "float32"), ((3,), "float32"), ValueError, "multiple of 16 bytes, got 12 bytes"),
+    (
+      ((3,), "float32"),
+      ((3,), "float32"),
+      NotImplementedError,
+      "multiple of 16 bytes, got 12 bytes",
+    ),
     (((8,), "float32"), ((4,), "float32"), ValueError, r"replicas: expected shapes \[\(2, 4\)\]"),
     (((8,), "bfloat16"), ((8,), "float32"), NotImplementedError, "replicas: expected float32"),
     (((8,), "float32"), ((8,), "bfloat16"), NotImplementedError, "homes: expected float32"),

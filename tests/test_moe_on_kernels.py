@@ -230,3 +230,52 @@ def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
     text = str(jax.make_jaxpr(layer(problem, config))(*args))
   assert "f8_e4m3fn[32,136]{V:expert} = all_to_all" in text
   assert "D: expected a positive multiple of 128, got 136" in caplog.text
+
+
+def traced_for_gpus(function, *args):
+  """Its program as where kernels run."""
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(implementation, "why_portable", lambda: None)
+    return jax.jit(function).trace(*args).jaxpr
+
+
+@pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])
+def test_experts_that_kernels_cannot_move_are_moved_portably(width, inner, dtype):
+  mesh = make_mesh(4)
+  by_expert = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+  weights = uep.ExpertWeights(
+    by_expert((8, width, inner)), by_expert((8, width, inner)), by_expert((8, inner, width))
+  )
+  config = dataclasses.replace(CONFIG, implementation="auto")
+
+  def loss(x, index, gate, weights):
+    y, _ = uep.sharded_moe(x, index, gate, weights, config=config)
+    return jnp.sum(y.astype(jnp.float32))
+
+  index = jax.ShapeDtypeStruct((64, 2), jnp.int32)
+  gate = jax.ShapeDtypeStruct((64, 2), jnp.float32)
+  with jax.set_mesh(mesh):
+    jaxpr = traced_for_gpus(
+      jax.grad(loss, argnums=(0, 3)), by_expert((64, width)), index, gate, weights
+    )
+  assert "replicate" not in kernel_names(jaxpr)
+
+
+def test_a_mesh_that_kernels_cannot_take_is_served_portably():
+  """Axes that the caller's ``shard_map`` leaves to the compiler."""
+  problem = make_problem(make_mesh(2, 2), width=128)
+  config = dataclasses.replace(CONFIG, implementation="auto")
+  by_expert = jax.sharding.PartitionSpec("expert")
+
+  def local(x, index, gate, weights):
+    return uep.moe(x, index, gate, weights, config=config)[0]
+
+  run = jax.shard_map(
+    local,
+    mesh=problem.mesh,
+    in_specs=by_expert,
+    out_specs=by_expert,
+    axis_names={"expert"},
+  )
+  jaxpr = traced_for_gpus(run, problem.x, problem.expert_index, problem.gate, problem.weights)
+  assert kernel_names(jaxpr).isdisjoint({"dispatch", "combine", "replicate"})

@@ -89,6 +89,13 @@ class TestPlacement:
     for name in names:
       jax.tree.map(np.testing.assert_array_equal, by_source[name].placed, by_total[name].placed)
 
+  @pytest.mark.parametrize("assignments", [1003, 5006])
+  def test_ideal_is_even_up_to_a_row(self, assignments):
+    total = np.zeros((1, 1, 8), np.int32)
+    total[..., 5] = assignments
+    placed = simulate(total, setting(), ("ideal",))["ideal"].placed
+    assert placed.load.sum() == assignments and np.ptp(placed.load) <= 1
+
   def test_without_slots_nothing_changes(self):
     outcomes = simulate(small_loads(), setting(replica_slots=0), ("none", "quota", "eplb+"))
     for outcome in outcomes.values():

@@ -35,10 +35,23 @@ def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):
   assert data["calibration"]["constants"]["copy_rate"]["source"]
 
 
+@pytest.mark.parametrize("of_all", [False, True])
+def test_recorded_loads_say_how_many_tokens_a_rank_has(of_all, tmp_path, capsys):
+  loads = np.stack([zipf_loads(seed, 128, 8, 64, 8, 1.8) for seed in range(2)])[:, None]
+  np.save(tmp_path / "loads.npy", loads.sum(axis=2) if of_all else loads)
+  command = ["simulate", "--ranks", "8", "--loads", str(tmp_path / "loads.npy"), "--json"]
+  results = []
+  for tokens in ([], ["--tokens", "64"], ["--tokens", "1024"]):
+    assert cli.main([*command, "--strategies", "none", "--period", "1", *tokens]) == 0
+    results.append(json.loads(capsys.readouterr().out)["strategies"])
+  assert results[0] == results[1] != results[2]
+
+
 @pytest.mark.parametrize(
   "arguments, message",
   [
     (["--ranks", "7"], "num_ranks: expected a divisor of 128 experts, got 7"),
+    (["--capacity-factor", "0"], "capacity_factor: expected a finite number of at least 1, got 0"),
     (["--domain", "3"], "domain_size: expected a divisor of 8"),
     (["--seeds", "0"], "seeds: expected at least 1"),
     (["--strategies", "best"], "strategies: expected some of"),

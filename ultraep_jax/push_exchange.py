@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from pallas_kernels import support
 from pallas_kernels.tunings import UNTUNED, Tunings
 from ultraep_jax import wire
 from ultraep_jax.config import DispatchDtype
@@ -98,8 +99,9 @@ def cross(
   """Tells every rank the rows of a round; see ``exchange.cross``.
 
   Raises:
-    NotImplementedError: sizes that the kernels do not handle.
+    NotImplementedError: sizes or a mesh that the kernels do not handle.
   """
+  support.check_mesh(axis_name)
   combine_kernel.check_sizes(width, dtype)
   if lax.axis_size(axis_name) * capacity > jnp.iinfo(jnp.int32).max:
     raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")

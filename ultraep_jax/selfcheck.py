@@ -35,7 +35,8 @@ class Check:
     passed: the layer ran and is within the tolerance of the dense one.
     implementation: what ``implementation="auto"`` picked for it.
     ranks: devices that it ran on.
-    error: largest difference over the largest value of the dense result.
+    error: largest difference over the largest value of the dense result; ``None``, as the next
+      two, if the layer did not run.
     imbalance_before: busiest over mean rank that the loads have.
     imbalance_after: that the layer ran with.
     seconds: that the check took, with compilation.
@@ -45,9 +46,9 @@ class Check:
   passed: bool
   implementation: str
   ranks: int
-  error: float
-  imbalance_before: float
-  imbalance_after: float
+  error: float | None
+  imbalance_before: float | None
+  imbalance_after: float | None
   seconds: float
   failure: str = ""
 
@@ -78,7 +79,7 @@ def self_check() -> Check:
   except Exception as problem:  # whatever keeps the layer from running is the answer
     text = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
     seconds = time.perf_counter() - started
-    return Check(False, picked, ranks, np.inf, np.nan, np.nan, seconds, text)
+    return Check(False, picked, ranks, None, None, None, seconds, text)
   seconds = time.perf_counter() - started
   return Check(error <= _TOLERANCE, picked, ranks, error, before, after, seconds)
 

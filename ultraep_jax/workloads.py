@@ -206,6 +206,9 @@ def adversarial_loads(
 def expert_indices(seed: int, load_GE: np.ndarray, top_k: int) -> np.ndarray:
   """Tokens with K distinct experts each that have exactly these loads.
 
+  A token's experts are spread over the list of experts as far as loads allow, so that it goes to
+  more ranks than independent choices would.
+
   Args:
     seed: of ``numpy.random.default_rng``.
     load_GE: ``[G, E]`` integers, as from the generators of this module.

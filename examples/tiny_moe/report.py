@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -72,25 +72,30 @@ def plot(history: list[Record], path: pathlib.Path) -> None:
   """Loss and imbalance over the steps, as a PNG."""
   figure = Figure(figsize=(10, 4), layout="constrained")
   left, right = figure.subplots(1, 2)
-  steps = [record["step"] for record in history]
-  left.plot(steps, [record["loss"] for record in history])
+  left.plot(*_curve("loss", history))
   left.set(xlabel="step", ylabel="loss, nats per byte")
   for name in IMBALANCES:
-    if name in history[0]:
-      right.plot(steps, [record[name] for record in history], label=name.replace("_", " "))
+    if any(name in record for record in history):
+      right.plot(*_curve(name, history), label=name.replace("_", " "))
       right.legend()
   right.set(xlabel="step", ylabel="busiest rank / mean rank")
   figure.savefig(path, dpi=120)
 
 
+def _curve(name: str, history: list[Record]) -> tuple[list[Any], list[Any]]:
+  """Steps and values, where there are: a resumed run may go on with another strategy."""
+  having = [record for record in history if name in record]
+  return [record["step"] for record in having], [record[name] for record in having]
+
+
 def summarise(history: list[Record], val_loss: float) -> Record:
   """The numbers at the end: last losses, mean imbalance, and speed without compilation."""
   summary = {"train_loss": _mean("loss", history[-10:]), "val_loss": val_loss}
-  summary |= {name: _mean(name, history) for name in IMBALANCES if name in history[0]}
+  summary |= {name: _mean(name, history) for name in IMBALANCES if _curve(name, history)[0]}
   # The median leaves out the step that compiles, and those that other programs disturb.
   summary["steps_per_second"] = 1 / float(np.median([record["seconds"] for record in history]))
   return summary
 
 
 def _mean(name: str, history: list[Record]) -> float:
-  return float(np.mean([record[name] for record in history]))
+  return float(np.mean(_curve(name, history)[1]))

@@ -126,10 +126,10 @@ def _jobs(contest: Contest) -> Iterator[tuple[str, Callable[[], Compiled]]]:
   """Names, and what compiles them; lowering needs the interpreter's lock, compiling does not."""
   shapes = _sharded(contest, jax.eval_shape(contest.make))
 
-  def compile_one(name: str, options: Any = None) -> Compiled:
+  def compile_one(name: str) -> Compiled:
     program = {**contest.programs, **contest.others}[name]
     lowered = jax.jit(program, donate_argnums=0).lower(*shapes)
-    compiled = {name: lowered.compile(compiler_options=options)}
+    compiled = {name: lowered.compile()}
     if name == contest.reference:
       results = _sharded(contest, lowered.out_info)
       compiled[_DISTANCE] = jax.jit(farthest).lower(results, results, shapes[1]).compile()
@@ -141,11 +141,7 @@ def _jobs(contest: Contest) -> Iterator[tuple[str, Callable[[], Compiled]]]:
 
   make = jax.jit(contest.make, out_shardings=contest.sharding)
   yield _MAKE, lambda: {_MAKE: make.lower().compile()}
-  # Without a search for the fastest, which takes seconds: as the library chooses by its rules.
-  plain = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-  for name in contest.others:
-    yield name, functools.partial(compile_one, name, plain)
-  for name in contest.programs:
+  for name in (*contest.others, *contest.programs):
     yield name, functools.partial(compile_one, name)
 
 

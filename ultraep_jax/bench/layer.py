@@ -5,8 +5,9 @@ program and in turn, on the same loads, which change with every call. Nobody dro
 nothing bounds the busiest rank's load, buffers are made to measure. ``--processes`` gives each GPU
 a process of its own; times are then those of the first.
 
-``eplb`` places copies by a window of earlier loads (``--loads drifting`` gives it a chance) and
-sends them again in every call. ``quota-time`` weighs copies against what they save.
+``eplb`` places copies in the slots by a window of earlier loads (``--loads drifting`` gives it a
+chance) and sends them again in every call; EPLB as published also moves homes. ``quota-time``
+weighs copies against what they save.
 
 ``--bounds`` and ``--memory`` print tables that need no clock.
 """

@@ -82,7 +82,7 @@ def tuned_layer(
   sent_G = sizes_GG[rank]
   offset_G = jnp.cumsum(sent_G) - sent_G
   place_N = jnp.arange(buffers.block, dtype=jnp.int32)
-  source_GN = jnp.minimum(offset_G[:, None] + place_N, sorted_AD.shape[0] - 1)
+  source_GN = jnp.minimum(offset_G[:, None] + place_N[None], sorted_AD.shape[0] - 1)
   block_AD = lax.all_to_all(sorted_AD[source_GN.reshape(-1)], axis, 0, 0, tiled=True)
   # Row n of the block from source s holds the n-th row that s sent; its expert from s's loads.
   end_GM = jnp.cumsum(load_GM, axis=1)

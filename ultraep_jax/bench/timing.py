@@ -51,13 +51,14 @@ def in_turn(
 ) -> dict[str, list[float]]:
   """Seconds per call of each run, ``repeats`` times in turn, so that drift meets all alike.
 
-  Each is run once before, to compile.
+  Each is run once before, to compile. Every other time the order is the reverse, so that none
+  always follows the same one, which may have left GPUs cool or hot.
   """
   for run in runs.values():
     jax.block_until_ready(run())
   seconds: dict[str, list[float]] = {name: [] for name in runs}
-  for _ in range(repeats):
-    for name, run in runs.items():
+  for repeat in range(repeats):
+    for name, run in list(runs.items())[:: -1 if repeat % 2 else 1]:
       start = time.perf_counter()
       jax.block_until_ready(run())
       seconds[name].append((time.perf_counter() - start) / calls)

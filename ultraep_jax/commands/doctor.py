@@ -9,6 +9,7 @@ import dataclasses
 import json
 
 from ultraep_jax import processes
+from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.doctor import doctor
 from ultraep_jax.selfcheck import self_check
 
@@ -26,7 +27,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-  report = doctor()
+  try:
+    report = doctor()
+  except RuntimeError as error:
+    raise CommandError(f"devices: expected some that JAX can start, got: {error}") from None
   if not args.json:
     print(report, flush=True)
   check = None if args.no_check else self_check()

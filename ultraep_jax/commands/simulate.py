@@ -72,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
   try:
     trace = None if args.trace is None else read(args.trace)
-    setting = _setting(args, trace)
-    runs = _runs(args, setting, trace)
+    loads = None if args.loads is None else _read_loads(args.loads)
+    setting = _setting(args, trace, loads)
+    runs = _runs(args, setting, trace, loads)
   except (ValueError, TypeError, OSError) as error:
     raise CommandError(str(error)) from None
   result = [_summary(name, runs) for name in runs[0]]
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _setting(args: argparse.Namespace, trace: Trace | None) -> Setting:
+def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None) -> Setting:
   model, cluster = MODELS[args.model], CLUSTERS[args.cluster]
   calibration = load_calibration(args.calibration) if args.calibration else for_cluster(cluster)
   given = {
@@ -108,6 +109,9 @@ def _setting(args: argparse.Namespace, trace: Trace | None) -> Setting:
   if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
     ranks = max(r for r in range(1, cluster.domain_size + 1) if model.num_experts % r == 0)
   sizes = {"num_ranks": ranks, "domain_size": min(cluster.domain_size, ranks), **given}
+  if loads is not None and "tokens" not in sizes and loads.size and loads.dtype.kind in "iu":
+    of_all = loads.sum(axis=-1).mean() * (ranks if loads.ndim == 4 else 1)
+    sizes["tokens"] = max(round(of_all / (ranks * model.top_k)), 1)
   return Setting(model=model, calibration=calibration, **sizes)
 
 
@@ -118,7 +122,7 @@ def _traffic(args: argparse.Namespace) -> Traffic:
 
 
 def _runs(
-  args: argparse.Namespace, setting: Setting, trace: Trace | None
+  args: argparse.Namespace, setting: Setting, trace: Trace | None, loads: np.ndarray | None
 ) -> list[dict[str, Outcome]]:
   for name in ("seeds", "steps", "layers", "period"):
     if getattr(args, name) < 1:
@@ -133,11 +137,11 @@ def _runs(
   bar = functools.partial(progress, what="simulate", unit="step")
   if trace is not None:
     return [replay(trace, setting, strategies, progress=bar, **options)]
-  if args.loads is not None:
-    return [simulate(bar(_read_loads(args.loads)), setting, strategies, **options)]
+  if loads is not None:
+    return [simulate(bar(loads), setting, strategies, **options)]
   runs = []
   for seed in range(args.seeds):
-    loads = generate_loads(
+    made = generate_loads(
       seed,
       _traffic(args),
       num_experts=setting.model.num_experts,
@@ -147,7 +151,7 @@ def _runs(
       steps=args.period + args.steps,
       layers=args.layers,
     )
-    outcomes = simulate(bar(loads), setting, strategies, **options)
+    outcomes = simulate(bar(made), setting, strategies, **options)
     runs.append({name: outcome.after(args.period) for name, outcome in outcomes.items()})
   return runs
 

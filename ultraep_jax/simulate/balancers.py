@@ -235,11 +235,11 @@ def _of_plan(own_RX: Array, plan: Plan) -> Placed:
 
 
 def _place_ideal(state: None, loads: Loads) -> tuple[None, Placed]:
-  """Every expert, hence every rank, with the same load."""
+  """Every expert and every rank with the same load, up to one row."""
   num_experts, (layers, num_ranks, _) = loads.total.shape[1], loads.own.shape
   total_L11 = loads.total.sum(axis=1, dtype=np.int64)[:, None, None]
-  expert = np.arange(num_experts).reshape(num_ranks, -1)[None]
-  rows = total_L11 // num_experts + (expert < total_L11 % num_experts)
+  turn = np.arange(num_experts).reshape(-1, num_ranks).T[None]  # one expert of each rank in turn
+  rows = total_L11 // num_experts + (turn < total_L11 % num_experts)
   kept = rows.sum(axis=2) / num_ranks
   zero_LG, zero_L = np.zeros((layers, num_ranks), np.int32), np.zeros(layers, np.int32)
   return state, Placed(rows, kept, kept, zero_LG, zero_LG, zero_L, zero_L, zero_LG)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ultraep_jax.config import check_factor
 from ultraep_jax.simulate.balancers import Balancer, Placed
 from ultraep_jax.simulate.calibration import Calibration
 from ultraep_jax.simulate.models import ModelShape
@@ -61,6 +62,8 @@ class Setting:
     for name in ("num_ranks", "domain_size", "tokens", "context", "token_bytes"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+    if self.capacity_factor is not None:
+      check_factor("capacity_factor", self.capacity_factor)
     if self.replica_slots < 0:
       raise ValueError(f"replica_slots: expected at least 0, got {self.replica_slots}")
     if self.model.num_experts % self.num_ranks:
