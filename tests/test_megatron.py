@@ -10,6 +10,7 @@ import pytest
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import TraceError, import_megatron
+from ultraep_jax.trace import format as files
 
 E, G, K = 8, 4, 2
 
@@ -97,6 +98,15 @@ def test_a_killed_run_keeps_its_whole_steps(tmp_path):
   assert len(trace) == 5
   assert trace.manifest.metadata["incomplete_records"] == 1
   assert trace.manifest.metadata["damaged_lines"] == 1
+
+
+def test_what_an_unfinished_import_left_is_no_part_of_the_next(tmp_path):
+  write_run(tmp_path / "from", steps=3)
+  import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  (tmp_path / "to" / files.MANIFEST).unlink()
+  write_run(tmp_path / "from", steps=1)
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  assert trace.step_N.tolist() == [0, 0]
 
 
 def test_microbatches_behind_a_damaged_line_are_left_out(tmp_path):

@@ -116,6 +116,8 @@ def import_megatron(
     raise TraceError(f"{source}: expected a step and layer that all ranks have, got none")
 
   folder.mkdir(parents=True, exist_ok=True)
+  for left in files.chunks(folder):  # by an import that did not come to its manifest
+    left.unlink()
   manifest = Manifest(
     name=source.resolve().name if name is None else name,
     num_ranks=num_ranks,
@@ -171,8 +173,10 @@ def _choices(file: pathlib.Path, num_experts: int) -> Iterator[tuple[_Key, _Choi
         continue
       where = f"{file.name}, line {number}"
       step, layer = _place(record, where)
-      if damaged or step != doubtful:
-        damaged, doubtful = False, step if damaged else None
+      if damaged:
+        damaged, doubtful = False, step
+      elif step != doubtful:
+        doubtful = None
       if step == doubtful:
         continue
       yield _Key(step, seen[step, layer], layer), _counts(record, where, num_experts)
