@@ -221,13 +221,8 @@ def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
   problem = make_problem(make_mesh(4), width=136)
   config = dataclasses.replace(CONFIG, implementation="auto", dispatch_dtype="float8_e4m3fn")
   args = problem.x, problem.expert_index, problem.gate, problem.weights
-  with (
-    pytest.MonkeyPatch.context() as patched,
-    caplog.at_level("DEBUG", logger="ultraep_jax"),
-    jax.set_mesh(problem.mesh),
-  ):
-    patched.setattr(implementation, "why_portable", lambda: None)
-    text = str(jax.make_jaxpr(layer(problem, config))(*args))
+  with caplog.at_level("DEBUG", logger="ultraep_jax"), jax.set_mesh(problem.mesh):
+    text = str(traced_for_gpus(layer(problem, config), *args))
   assert "f8_e4m3fn[32,136]{V:expert} = all_to_all" in text
   assert "D: expected a positive multiple of 128, got 136" in caplog.text
 

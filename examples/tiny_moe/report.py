@@ -75,8 +75,9 @@ def plot(history: list[Record], path: pathlib.Path) -> None:
   left.plot(*_curve("loss", history))
   left.set(xlabel="step", ylabel="loss, nats per byte")
   for name in IMBALANCES:
-    if any(name in record for record in history):
-      right.plot(*_curve(name, history), label=name.replace("_", " "))
+    steps, values = _curve(name, history)
+    if steps:
+      right.plot(steps, values, label=name.replace("_", " "))
       right.legend()
   right.set(xlabel="step", ylabel="busiest rank / mean rank")
   figure.savefig(path, dpi=120)

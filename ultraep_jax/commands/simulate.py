@@ -24,7 +24,7 @@ from ultraep_jax.simulate.calibration import for_cluster, load_calibration
 from ultraep_jax.simulate.clusters import CLUSTERS
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import MODELS
-from ultraep_jax.simulate.replay import replay, trace_setting
+from ultraep_jax.simulate.replay import replay, tokens_of, trace_setting
 from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
 from ultraep_jax.simulate.text import constants, table, to_json
 from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
@@ -109,9 +109,9 @@ def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | 
   if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
     ranks = max(r for r in range(1, cluster.domain_size + 1) if model.num_experts % r == 0)
   sizes = {"num_ranks": ranks, "domain_size": min(cluster.domain_size, ranks), **given}
-  if loads is not None and "tokens" not in sizes and loads.size and loads.dtype.kind in "iu":
-    of_all = loads.sum(axis=-1).mean() * (ranks if loads.ndim == 4 else 1)
-    sizes["tokens"] = max(round(of_all / (ranks * model.top_k)), 1)
+  if loads is not None and "tokens" not in sizes and loads.dtype.kind in "iu":
+    per_rank = loads.sum(axis=-1) / (1 if loads.ndim == 4 else ranks)
+    sizes["tokens"] = tokens_of(per_rank, model.top_k)
   return Setting(model=model, calibration=calibration, **sizes)
 
 

@@ -84,13 +84,17 @@ def trace_setting(
   """
   manifest, per_rank = trace.manifest, trace.load_NGE.sum(axis=2, dtype=np.int64)
   domain = manifest.config.get("domain_size")
-  tokens = per_rank.mean() / model.top_k if per_rank.size else 1
   fields = {
     "num_ranks": manifest.num_ranks,
     "domain_size": manifest.num_ranks if domain is None else domain,
-    "tokens": max(round(tokens), 1),
+    "tokens": tokens_of(per_rank, model.top_k),
     "replica_slots": manifest.replica_slots,
     "relay": manifest.config.get("transfer") != "direct",
   }
   shape = dataclasses.replace(model, num_experts=manifest.num_experts)
   return Setting(model=shape, calibration=calibration, **{**fields, **changes})
+
+
+def tokens_of(per_rank: np.ndarray, top_k: int) -> int:
+  """Tokens of a rank whose assignments are so many on average, at least 1."""
+  return max(round(float(per_rank.mean()) / top_k), 1) if per_rank.size else 1
