@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tiles, varying
+from pallas_kernels import support, tiles, varying
 from pallas_kernels.branches import when
 from pallas_kernels.matmul_layout import MULTIPLYING, Array, Tile, Tuning, share
 from pallas_kernels.tiles import Transfer
@@ -296,7 +296,10 @@ def launch(
     write = pl.run_state(lambda outs: kernel(*operands, *outs))
     written = write(varying.untyped(into))
     return [varying.vary(x, varying.axes_of(y)) for x, y in zip(written, into, strict=True)], None
-  results = kernel(*operands, *ride.operands)
+  given = [*operands, *ride.operands]
+  results = (
+    support.in_own_memory(kernel(*support.in_own_memory(given))) if beside else kernel(*given)
+  )
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 
 

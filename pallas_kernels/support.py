@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 _HOPPER = "9"  # the matmuls are of its instructions, which Blackwell lacks
@@ -35,21 +36,18 @@ def why_unsupported(
     return None
   if max(per_process.values()) > 1:
     return "the kernels need one process that drives all GPUs, or one process for each"
-  return _why_not_across_processes(nccl_version())
-
-
-def _why_not_across_processes(nccl: tuple[int, int, int] | None) -> str:
-  """Also with a new NCCL: a kernel has been seen to run there, the whole layer has not."""
+  # XLA numbers hosts, or sets of hosts that NVLink joins, by this.
+  hosts = {getattr(device, "slice_index", device.process_index) for device in devices}
+  if len(hosts) > 1:
+    return f"the kernels reach the GPUs of one host, these are of {len(hosts)}"
+  nccl = nccl_version()
   if nccl is None or nccl < _NCCL_ACROSS_PROCESSES:
     found = "no NCCL is loaded" if nccl is None else f"this is {'.'.join(map(str, nccl))}"
     return (
       "with one process for each GPU the kernels need NCCL >= 2.29 "
       f"(pip install -U nvidia-nccl-cu13), {found}"
     )
-  return (
-    "the kernels have not been verified with one process for each GPU: "
-    'implementation="mosaic_gpu" asks for them all the same'
-  )
+  return None
 
 
 def nccl_version() -> tuple[int, int, int] | None:
@@ -61,6 +59,21 @@ def nccl_version() -> tuple[int, int, int] | None:
   except (OSError, AttributeError):  # not loaded; no such mode or function
     return None
   return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
+def in_own_memory(values: Sequence[Any]) -> list[Any]:
+  """What goes into or comes out of a kernel that reaches other GPUs, as arrays of their own.
+
+  XLA hands kernels slices of larger arrays in place, such as a layer's weights in a scan. Among
+  several processes NCCL has to make a window of the memory, and refuses one that starts anywhere
+  ("Window address must be suitably aligned", openxla/xla#47461); there a barrier keeps slicing
+  apart from the kernel. Mutable references pass.
+  """
+  if jax.process_count() == 1:
+    return list(values)
+  arrays = [value for value in values if isinstance(value, jax.Array)]
+  apart = iter(lax.optimization_barrier(arrays))
+  return [next(apart) if isinstance(value, jax.Array) else value for value in values]
 
 
 def check_mesh(axis_name: str) -> None:

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import support
+
 Array = jax.Array
 
 ALIGNMENT = 16  # bytes: the unit of bulk copies
@@ -215,7 +217,7 @@ class Transfer:
       scratch_types=[*self.scratch_types, *self.buffers],
       kernel_name=self.name,
     )
-    return self.finish(kernel(*self.operands))
+    return self.finish(support.in_own_memory(kernel(*support.in_own_memory(self.operands))))
 
 
 def split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:

@@ -1,4 +1,9 @@
-"""What cuDNN's attention is told about packed rows; cuDNN itself needs a GPU."""
+"""What cuDNN's attention is told about packed rows, and what it makes of them on a GPU.
+
+With one: ``JAX_PLATFORMS=cuda python -m pytest -n 0 -m gpu tests/test_models_cudnn.py``.
+"""
+
+import os
 
 import jax
 import jax.numpy as jnp
@@ -87,3 +92,60 @@ def test_says_what_it_cannot(monkeypatch, kind):
   value = value[..., :4] if kind == "narrow values" else value
   with pytest.raises(NotImplementedError, match=r"cuDNN|fp16"):
     cudnn.attend(query, key, value, spans_of(packed()), scale=0.5)
+
+
+on_gpu = pytest.mark.skipif(
+  os.environ["JAX_PLATFORMS"] == "cpu", reason="cuDNN: needs an NVIDIA GPU, and JAX_PLATFORMS=cuda"
+)
+
+
+def real_operands(lengths, seed=0):
+  """Rows full of requests of these lengths, at multiples of 128, with Qwen3-30B-A3B's heads."""
+  length, heads, key_heads, channels = 2048, 32, 4, 128
+  starts = np.cumsum([0, *(-(-n // 128) * 128 for n in lengths)])
+  assert starts[-1] <= length
+  position_BT, segment_BT = (np.zeros((2, length), np.int32) for _ in range(2))
+  last_BR = np.full((2, 16), -1, np.int32)
+  for r, (start, size) in enumerate(zip(starts, lengths, strict=False)):
+    position_BT[:, start : start + size] = np.arange(size)
+    segment_BT[:, start : start + size] = r + 1
+    last_BR[:, r] = start + size - 1
+  batch = PackedBatch(*map(jnp.asarray, (position_BT, position_BT, segment_BT, last_BR)))
+  keys = jax.random.split(jax.random.key(seed), 3)
+  shapes = [(2, length, n, channels) for n in (heads, key_heads, key_heads)]
+  pairs = zip(keys, shapes, strict=True)
+  return [jax.random.normal(k, shape, jnp.bfloat16) for k, shape in pairs], batch
+
+
+@jax.jit
+def by_cudnn(query, key, value, batch):
+  return cudnn.attend(query, key, value, spans_of(batch), scale=0.09)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("lengths", [[2048], [1, 127, 128, 129, 500, 700], [3] * 16])
+def test_equals_the_portable_attention(lengths):
+  (query, key, value), batch = real_operands(lengths)
+  got = by_cudnn(query, key, value, batch).astype(jnp.float32)
+  exact = [x.astype(jnp.float32) for x in (query, key, value)]
+  want = attention.attend(*exact, batch.segment_BT, scale=0.09, block=128)
+  error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+  print(f"requests of {lengths}: relative error {error:.1e}")
+  assert error < 5e-3
+  assert (np.asarray(got)[np.asarray(batch.segment_BT) == 0] == 0).all()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("bad", [0, 2, 5])
+def test_keeps_a_bad_request_from_its_neighbours(bad):
+  (query, key, value), batch = real_operands([100, 128, 300, 129, 64, 700])
+  guilty_BT11 = (batch.segment_BT == bad + 1)[..., None, None]
+  clean = by_cudnn(query, key, value, batch)
+  spoilt = by_cudnn(*(jnp.where(guilty_BT11, jnp.nan, x) for x in (query, key, value)), batch)
+  guilty = np.asarray(guilty_BT11)[..., 0, 0]
+  assert np.isnan(np.asarray(spoilt, np.float32)[guilty]).all()
+  np.testing.assert_array_equal(
+    np.asarray(spoilt, np.float32)[~guilty], np.asarray(clean, np.float32)[~guilty]
+  )

@@ -1,7 +1,9 @@
 """The layer on GPU kernels: interpreted against the dense layer, and lowered for GPUs."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.extend
@@ -191,6 +193,58 @@ def test_copies_have_no_kernel_of_their_own():
   names = [kernel.params["name"] for kernel in kernels(jaxpr)]
   assert names.count("gated_matmul") == 4
   assert "replicate" not in names
+
+
+@pytest.fixture(params=[1, 2])
+def processes(request, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: request.param)
+  jax.clear_caches()  # nothing that is traced may outlive the number that it was traced for
+  yield request.param
+  jax.clear_caches()
+
+
+def test_kernels_among_processes_take_no_slices(processes):
+  """Arrays that a kernel shares with other GPUs go through a barrier: see ``in_own_memory``."""
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=CONFIG)
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  bare = list(shared_outside_barriers(jaxpr))
+  if processes == 1:  # where slices in place spare a copy
+    assert {name for name, _ in bare} == {"dispatch", "combine", *RIDDEN}
+  else:
+    assert not bare
+
+
+RIDDEN = {"gated_matmul", "grouped_matmul", "grouped_matmul_wgrad"}
+
+
+def shared_outside_barriers(jaxpr):
+  """Names of kernels that reach other GPUs, and arrays that they share without a barrier."""
+  made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+  used = collections.defaultdict(list)
+  for eqn in jaxpr.eqns:
+    for var in eqn.invars:
+      if isinstance(var, jax.extend.core.Var):
+        used[var].append(eqn.primitive.name)
+  for eqn in jaxpr.eqns:
+    inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    # The call of a kernel is wrapped once.
+    calls = [call for body in inner for call in body.eqns if call.primitive.name == "mpmd_map"]
+    if not calls:
+      yield from itertools.chain(*map(shared_outside_barriers, inner))
+    elif reaches_others(calls[0]):
+      before = [made[var].primitive.name if var in made else "argument" for var in eqn.invars]
+      after = [name for var in eqn.outvars for name in used[var]]
+      apart = {"optimization_barrier", "new_ref"}  # a new reference is memory of its own
+      yield from ((calls[0].params["name"], name) for name in before + after if name not in apart)
+
+
+def reaches_others(kernel):
+  params = kernel.params["compiler_params"]
+  return kernel.params["name"] in {"dispatch", "combine"} or (
+    kernel.params["name"] in RIDDEN and not params.skip_device_barrier
+  )
 
 
 def test_auto_is_portable_on_other_devices(caplog):

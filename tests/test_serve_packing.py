@@ -1,4 +1,4 @@
-"""Packing: places are legal, rows balanced, nobody is overtaken; the arrays hold the prompts."""
+"""Packing: places are legal, rows balanced, nobody waits longer; the arrays hold the prompts."""
 
 import numpy as np
 import pytest
@@ -26,8 +26,13 @@ def problems(draw):
 def test_packing_is_legal_balanced_and_fills_the_arrays(problem):
   lengths, rows, config = problem
   packing = pack(lengths, rows, config)
-  taken = len(packing.row)
-  assert 1 <= taken <= len(lengths) and packing.bucket in config.buckets
+  mine, left = packing.split(range(len(lengths)))
+  assert mine == list(packing.taken) == sorted({*mine})
+  assert sorted(mine + left) == list(range(len(lengths)))
+  assert mine[0] == 0 and packing.bucket in config.buckets
+  taken = len(mine)
+  run = next((n for n, i in enumerate(mine) if i != n), taken)  # first ones; the others overtook
+  lengths = [lengths[i] for i in mine]
   sizes = [aligned(n, config.alignment) for n in lengths]
   used = np.zeros(rows, int)
   for i, row in enumerate(packing.row):  # in order: a row's requests follow each other
@@ -35,36 +40,57 @@ def test_packing_is_legal_balanced_and_fills_the_arrays(problem):
     assert packing.slot[i] == packing.row[:i].count(row) < config.max_requests
     used[row] += sizes[i]
   assert packing.bucket == min(b for b in config.buckets if b >= used.max())
-  if taken <= config.max_requests:  # no row was closed
-    assert used.max() - used.min() <= max(sizes[:taken])
+  if run == taken <= config.max_requests:  # no row was closed
+    assert used.max() - used.min() <= max(sizes)
   room = rows * config.buckets[-1]
-  if len(lengths) <= config.max_requests and sum(sizes) <= room - rows * max(sizes):
-    assert taken == len(lengths)
+  every = [aligned(n, config.alignment) for n in problem[0]]
+  if len(every) <= config.max_requests and sum(every) <= room - rows * max(every):
+    assert not left
+  if left:  # nothing that is left would still fit
+    open_rows = [row for row in range(rows) if packing.row.count(row) < config.max_requests]
+    least = min(every[i] for i in left if i < rows * config.max_requests) if open_rows else 0
+    assert all(used[row] + least > packing.bucket for row in open_rows)
 
   rng = np.random.default_rng(taken)
-  prompts = [rng.integers(1, 100, n).astype(np.int32) for n in lengths[:taken]]
+  prompts = [rng.integers(1, 100, n).astype(np.int32) for n in lengths]
   batch = fill(prompts, packing, rows, config.max_requests)
   assert batch.token_BT.shape == (rows, packing.bucket)
   inside = np.asarray(batch.segment_BT) > 0
-  assert inside.sum() == sum(lengths[:taken])
+  assert inside.sum() == sum(lengths)
   assert not np.asarray(batch.token_BT)[~inside].any()
   assert not np.asarray(batch.position_BT)[~inside].any()
   assert (np.asarray(batch.last_BR) >= 0).sum() == taken
   for prompt, row, slot in zip(prompts, packing.row, packing.slot, strict=True):
-    mine = np.flatnonzero(batch.segment_BT[row] == slot + 1)
-    np.testing.assert_array_equal(mine, mine[0] + np.arange(len(prompt)))
-    np.testing.assert_array_equal(batch.token_BT[row, mine], prompt)
-    np.testing.assert_array_equal(batch.position_BT[row, mine], np.arange(len(prompt)))
-    assert mine[0] % config.alignment == 0 and batch.last_BR[row, slot] == mine[-1]
+    place = np.flatnonzero(batch.segment_BT[row] == slot + 1)
+    np.testing.assert_array_equal(place, place[0] + np.arange(len(prompt)))
+    np.testing.assert_array_equal(batch.token_BT[row, place], prompt)
+    np.testing.assert_array_equal(batch.position_BT[row, place], np.arange(len(prompt)))
+    assert place[0] % config.alignment == 0 and batch.last_BR[row, slot] == place[-1]
 
 
-def test_a_batch_has_no_room_for_the_longest_waiting_twice():
-  """What does not fit ends the batch, though shorter requests behind it would fit."""
-  config = EngineConfig(buckets=(8,), alignment=4, max_requests=2)
-  assert pack([8, 8, 1], 1, config).row == (0,)
-  assert pack([4, 8, 1], 1, config).row == (0,)
-  assert pack([4, 4, 1], 1, config).row == (0, 0)
+def test_later_requests_take_what_is_left():
+  config = EngineConfig(buckets=(4, 8), alignment=4, max_requests=2)
+  assert pack([8, 8, 1], 1, config).taken == (0,)  # no room
+  assert pack([4, 8, 1], 1, config).taken == (0,)  # the row would need the larger bucket
+  assert pack([4, 4, 1], 1, config).taken == (0, 1)  # no place
   assert len(pack([1] * 9, 2, config).row) == 4
+  config = EngineConfig(buckets=(12,), alignment=4, max_requests=3)
+  assert pack([5, 8, 1, 1], 1, config).taken == (0, 2)
+  assert pack([5, 12, 8, 1, 4], 2, config).taken == (0, 1, 3)
+
+
+@given(problems())
+def test_nobody_waits_longer_for_those_that_overtake(problem):
+  """The request that does not fit today runs first tomorrow, whoever else came along."""
+  lengths, rows, config = problem
+  waiting, batches = list(range(len(lengths))), []
+  while waiting:
+    packing = pack([lengths[i] for i in waiting], rows, config)
+    assert packing.taken[0] == 0
+    taken, waiting = packing.split(waiting)
+    batches.append(taken)
+  assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+  assert [batch[0] for batch in batches] == sorted(batch[0] for batch in batches)
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,8 @@ class Probe:
     made = []
     while prompts and len(made) < most:
       packing = pack([len(prompt) for prompt in prompts], rows, largest)
-      count = len(packing.row)
-      made.append(fill(prompts[:count], packing, rows, config.max_requests))
-      prompts = prompts[count:]
+      taken, prompts = packing.split(prompts)
+      made.append(fill(taken, packing, rows, config.max_requests))
     return made
 
   def loads(self, model: models.MoETransformer, batch: PackedBatch) -> np.ndarray:

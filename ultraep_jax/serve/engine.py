@@ -35,7 +35,7 @@ class PrefillEngine:
   """Runs prompts through a model, batch by batch, and hands out first tokens and caches.
 
   ``submit`` may be called from any thread. Requests are packed by tokens into the rows of a
-  batch, oldest first and without overtaking; one thread runs the batches::
+  batch, oldest first, and later ones into what is left; one thread runs the batches::
 
     with jax.set_mesh(mesh):
       engine = serve.PrefillEngine(model, serve.EngineConfig())
@@ -242,9 +242,11 @@ class PrefillEngine:
     if not self._queue:
       return None
     packing = self._pack(self._queue)
-    if only_full and len(packing.row) == len(self._queue):
+    taken, left = packing.split(self._queue)
+    if only_full and not left:
       return None
-    return [self._queue.popleft() for _ in packing.row], packing
+    self._queue = collections.deque(left)
+    return taken, packing
 
   def _pack(self, requests: Sequence[Request]) -> Packing:
     return pack([len(r.prompt) for r in requests], self._programs.rows, self.config)
@@ -292,7 +294,7 @@ class PrefillEngine:
     for part in (requests[:middle], requests[middle:]):
       while part:
         packing = self._pack(part)
-        now, part = part[: len(packing.row)], part[len(packing.row) :]
+        now, part = packing.split(part)
         self._land(self._launch(now, packing))
 
   def _finish(

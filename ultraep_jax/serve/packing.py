@@ -12,27 +12,40 @@ from ultraep_jax.serve.config import EngineConfig
 
 
 class Packing(NamedTuple):
-  """The places of the first N waiting requests.
+  """The places of some of the waiting requests.
 
   Attributes:
     bucket: T, tokens of a row.
+    taken: which they are, ascending: their numbers among those that wait.
     row: of each request.
     start: of each request, its first token's index in the row.
     slot: of each request, its number among those of its row.
   """
 
   bucket: int
+  taken: tuple[int, ...]
   row: tuple[int, ...]
   start: tuple[int, ...]
   slot: tuple[int, ...]
 
+  def split[T](self, waiting: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Of all that wait, those that are taken and those that are left, in order."""
+    taken = set(self.taken)
+    parts: tuple[list[T], list[T]] = ([], [])
+    for i, each in enumerate(waiting):
+      parts[i not in taken].append(each)
+    return parts
+
 
 def pack(lengths: Sequence[int], rows: int, config: EngineConfig) -> Packing:
-  """Packs the longest run of first requests that fits, so that nobody is overtaken.
+  """Packs the longest run of first requests that fits, and later ones into what it leaves empty.
 
-  Longer requests are placed first, each into the row with the fewest tokens: rows, and so
-  devices, get about the same work, and the bucket is small. Within a row requests keep their
-  order.
+  Nobody waits longer for those that overtake: the oldest request that does not fit would not have
+  run now, and is the first of the next batch.
+
+  Of the run longer requests are placed first, each into the row with the fewest tokens: rows, and
+  so devices, get about the same work, and the bucket is small. Later ones, which do not make the
+  bucket larger, go where they leave the least room. Within a row requests keep their order.
 
   Args:
     lengths: tokens of the waiting requests, oldest first; at least one request, each of 1 to
@@ -41,7 +54,9 @@ def pack(lengths: Sequence[int], rows: int, config: EngineConfig) -> Packing:
     config: buckets, alignment and requests per row.
 
   >>> pack([5, 3, 8, 2], 2, EngineConfig(buckets=(8, 16), alignment=4, max_requests=3))
-  Packing(bucket=16, row=(0, 0, 1, 1), start=(0, 8, 0, 8), slot=(0, 1, 0, 1))
+  Packing(bucket=16, taken=(0, 1, 2, 3), row=(0, 0, 1, 1), start=(0, 8, 0, 8), slot=(0, 1, 0, 1))
+  >>> pack([5, 8, 3], 1, EngineConfig(buckets=(12,), alignment=4, max_requests=3)).taken
+  (0, 2)
   """
   largest = config.buckets[-1]
   sizes = [aligned(n, config.alignment) for n in lengths[: rows * config.max_requests]]
@@ -58,14 +73,26 @@ def pack(lengths: Sequence[int], rows: int, config: EngineConfig) -> Packing:
       else:
         best, low = placed, middle
   assert best is not None, f"lengths: expected at most {largest}, got {lengths[0]}"
-  start, slot, used, count = [], [], [0] * rows, [0] * rows
-  for row, size in zip(best, sizes, strict=False):
+  taken, start, slot = list(range(len(best))), [], []
+  used, count = [0] * rows, [0] * rows
+
+  def put(row: int, size: int) -> None:
     start.append(used[row])
     slot.append(count[row])
     used[row] += size
     count[row] += 1
+
+  for row, size in zip(best, sizes, strict=False):
+    put(row, size)
   bucket = next(bucket for bucket in config.buckets if bucket >= max(used))
-  return Packing(bucket, tuple(best), tuple(start), tuple(slot))
+  for i in range(len(best), len(sizes)):
+    open_rows = (row for row in range(rows) if count[row] < config.max_requests)
+    fits = [row for row in open_rows if used[row] + sizes[i] <= bucket]
+    if fits:
+      taken.append(i)
+      best.append(max(fits, key=lambda row: used[row]))
+      put(best[-1], sizes[i])
+  return Packing(bucket, tuple(taken), tuple(best), tuple(start), tuple(slot))
 
 
 def fill(
