@@ -71,6 +71,32 @@ def test_equals_dense(ranks, data, changes, small_kernels):
     assert int(jnp.max(stats.rounds)) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "load, data, capacity_factor, copies, rounds",
+  [
+    ("balanced", 1, 1.25, False, 1),
+    ("skewed", 1, 1.25, True, 1),
+    ("all-to-one", 2, 1.0, True, 2),  # one slot takes one of three experts
+  ],
+)
+def test_branches_of_forward_equal_dense(
+  load, data, capacity_factor, copies, rounds, small_kernels
+):
+  """Without gradients there is a branch for plans without copies, and one for several rounds."""
+  mesh = make_mesh(4 // data, data)
+  problem = make_problem(mesh, home_experts=3, top_k=3, tokens=8, width=128, load=load)
+  config = dataclasses.replace(CONFIG, capacity_factor=capacity_factor)
+  with interpreted(), jax.set_mesh(problem.mesh):
+    y, stats = jax.jit(layer(problem, config))(
+      problem.x, problem.expert_index, problem.gate, problem.weights
+    )
+    jax.block_until_ready(y)
+  assert relative_error(y, dense(problem)[0]) < 1e-5
+  assert bool(jnp.any(stats.replicas > 0)) == copies
+  assert int(jnp.max(stats.rounds)) == rounds
+
+
 SHAPES = {
   "qwen3-235b": (8192, 4096, 1536),
   "glm4.5-106b": (8192, 4096, 1408),
@@ -127,9 +153,10 @@ def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
   seen = []
   replication = replicate_kernel.replication
 
-  def recorded(*args, **kwargs):
-    seen.append(kwargs["home_rows_G"])
-    return replication(*args, **kwargs)
+  def recorded(arrays, replica_expert_GS, *args, **kwargs):
+    if replica_expert_GS.shape[1]:
+      seen.append(kwargs["home_rows_G"])
+    return replication(arrays, replica_expert_GS, *args, **kwargs)
 
   monkeypatch.setattr(replicate_kernel, "replication", recorded)
   mesh = make_mesh(4)

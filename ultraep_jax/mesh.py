@@ -46,12 +46,19 @@ def manual_axes() -> tuple[str, ...]:
   return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def mesh_max(value: Array) -> Array:
+def mesh_max(value: Array, same_along: str | None = None) -> Array:
   """The maximum over every rank of every manual axis, the same on all of them.
 
   A loop that communicates must run equally often everywhere: token groups may plan
   differently, and some collectives and kernels synchronise the whole mesh.
+
+  Args:
+    value: of this rank.
+    same_along: an axis along which all have the same value, and need not ask each other.
   """
-  axes = manual_axes()
+  known = same_along if same_along not in varying_axes(value) else None
+  axes = tuple(axis for axis in manual_axes() if axis != known)
+  if not axes:
+    return value
   # A cast to varying is free; without it pmax refuses values that vary over some axes only.
   return lax.pmax(to_varying(value, axes), axes)

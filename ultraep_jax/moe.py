@@ -83,11 +83,15 @@ def moe(
     plan = plan._replace(replica_expert=none_GS, parent=none_GS)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   # A buffer for every assignment of every rank, as on one rank, never needs a second round.
-  worst = num_ranks * expert_index_TK.size
-  num_rounds = mesh_max(routes.num_rounds) if capacity < worst else None
+  num_rounds = copied = None
+  if capacity < num_ranks * expert_index_TK.size:
+    # Of the plan, which is the same along the axis, so that ranks need not ask each other.
+    any_copy = jnp.any(plan.replica_expert >= 0).astype(jnp.int32)
+    needs = jnp.stack([route.num_rounds(plan, capacity), any_copy])
+    num_rounds, copied = mesh_max(needs, same_along=axis_name)
 
   routing = rounds.Routing(
-    plan.replica_expert, plan.parent, home_rows(plan.quota), routes, num_rounds
+    plan.replica_expert, plan.parent, home_rows(plan.quota), routes, num_rounds, copied
   )
   routing = rounds.named(routing, PLAN_NAME)
   implementations = implementation.resolve(config.implementation)

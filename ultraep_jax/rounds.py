@@ -47,6 +47,7 @@ class Routing(NamedTuple):
   home_rows_G: Array  # of each rank, those that its home experts compute
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
+  copied: Array | None  # 1 if any rank of the mesh gets a copy, else 0; None with rounds
 
 
 class _Start(NamedTuple):
@@ -81,7 +82,9 @@ def experts_on_tokens(
 
   Where nothing is kept for backward, kernels get a branch around the rounds. The host reads their
   number, and waits for what comes before. Were that the first round, as it is in training, the
-  GPU would then wait for the launches of all small kernels up to the next layer's dispatch.
+  GPU would then wait for the launches of all small kernels up to the next layer's dispatch. As it
+  reads anyway, a plan without copies has a branch of its own, which is that of a layer without
+  slots: no tables for copies, and no matmul in two parts.
   """
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
@@ -94,7 +97,26 @@ def experts_on_tokens(
   more_rounds = functools.partial(_more_rounds, static, x_TD, gate_TK, replicas, routing)
   if routing.rounds is None or "mosaic_gpu" not in static.implementations:
     return more_rounds(*first_round())
-  return lax.cond(routing.rounds > 1, lambda: more_rounds(*first_round()), lambda: first_round()[0])
+  branches = [lambda: first_round()[0], lambda: more_rounds(*first_round())]
+  branch = (routing.rounds > 1).astype(jnp.int32)
+  if routing.copied is not None and routing.replica_expert_GS.shape[1]:
+    branches.insert(0, lambda: _without_copies(static, x_TD, replicas, routing, start))
+    branch = jnp.where(routing.rounds > 1, 2, routing.copied)
+  return lax.switch(branch, branches)
+
+
+def _without_copies(
+  static: Static, x_TD: Array, replicas: replicate.Replicas, routing: Routing, start: _Start
+) -> Array:
+  """The only round of a plan that leaves all slots empty."""
+  none_GS = routing.replica_expert_GS[:, :0]
+  at_home_P = routing.routes.group_size_P[: replicas.home.wo.shape[0]]
+  routing = routing._replace(
+    replica_expert_GS=none_GS,
+    parent_GS=none_GS,
+    routes=routing.routes._replace(group_size_P=at_home_P),
+  )
+  return _combine(*_run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False))
 
 
 def _forward(

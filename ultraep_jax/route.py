@@ -33,6 +33,12 @@ def row_capacity(tokens: int, top_k: int, num_ranks: int, config: BalanceConfig)
   return -(-rows // _ROW_UNIT) * _ROW_UNIT
 
 
+def num_rounds(plan: Plan, capacity: int) -> Array:
+  """``[]`` int32, rounds that the busiest rank needs, at least 1."""
+  busiest = jnp.max(jnp.sum(plan.quota, axis=0))
+  return jnp.maximum(1, -(-busiest // capacity)).astype(jnp.int32)
+
+
 def slot_experts(plan: Plan) -> Array:
   """The expert in each slot of each rank, ``[G, P]`` int32, −1 in empty slots."""
   num_experts, num_ranks = plan.quota.shape
@@ -106,12 +112,11 @@ def _route(
   size_GP = slot_sizes(plan)
   num_tokens, top_k = expert_index_TK.shape
   capacity = row_capacity(num_tokens, top_k, num_ranks, config)
-  busiest = jnp.max(jnp.sum(plan.quota, axis=0))
   return Routes(
     dest_TK=jnp.where(valid_A, host_A, -1).reshape(expert_index_TK.shape),
     row_TK=jnp.where(valid_A, row_A, 0).reshape(expert_index_TK.shape),
     group_size_P=size_GP[rank],
-    num_rounds=jnp.maximum(1, -(-busiest // capacity)).astype(jnp.int32),
+    num_rounds=num_rounds(plan, capacity),
   )
 
 
@@ -133,7 +138,7 @@ def _route_on_gpu(
   num_slots = num_experts // num_ranks + replica_GS.shape[1]
   if not replica_GS.shape[1]:  # the kernel wants a slot, if an empty one
     replica_GS = jnp.full((num_ranks, 1), -1, jnp.int32)
-  dest_TK, row_TK, size_P, num_rounds = route_rows(
+  dest_TK, row_TK, size_P, rounds = route_rows(
     expert_index_TK.astype(jnp.int32),
     load_GE,
     replica_GS,
@@ -142,7 +147,7 @@ def _route_on_gpu(
     capacity=row_capacity(tokens, top_k, num_ranks, config),
     tuning=tuning,
   )
-  return Routes(dest_TK, row_TK, size_P[:num_slots], num_rounds)
+  return Routes(dest_TK, row_TK, size_P[:num_slots], rounds)
 
 
 class _Lines(NamedTuple):
