@@ -39,8 +39,8 @@ def combine(
   sums over ranks. Both sums are in float32 and in the order of the token's assignments, so the
   result does not depend on timing; what crosses is rounded to the dtype of the rows.
 
-  Call it inside a ``shard_map`` over all axes of a mesh whose devices belong to one process and
-  reach each other's memory. It cannot deadlock, for the reason that ``dispatch`` cannot.
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``). It cannot deadlock, for the reason that ``dispatch`` cannot.
 
   Args:
     rows_CD: ``[C, D]`` bfloat16, float16 or float32. Rows that feed no token are not read.
@@ -100,7 +100,13 @@ def combine(
 
 def _buffer_length(rows_CD: Array, tuning: Tuning) -> int:
   """Values that fit into a worker's buffer, a multiple of the threads that fill it."""
-  return tuning.tile_bytes // rows_CD.dtype.itemsize // _LANES * _LANES
+  length = tuning.tile_bytes // rows_CD.dtype.itemsize // _LANES * _LANES
+  if not length:
+    raise ValueError(
+      f"tile_bytes: expected at least {_LANES * rows_CD.dtype.itemsize} for {rows_CD.dtype}, "
+      f"got {tuning.tile_bytes}"
+    )
+  return length
 
 
 def _kernel(

@@ -37,10 +37,10 @@ def dispatch(
 ) -> list[Array]:
   """Carries every token to the rows of its assignments, bit for bit.
 
-  Call it inside a ``shard_map`` over all axes of a mesh whose devices belong to one process and
-  reach each other's memory. A token crosses to a rank once, straight into the row of its first
-  assignment there; the receiver copies it to the token's other rows. When the kernel returns on
-  a rank, that rank's rows are complete.
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``). A token crosses to a rank once, straight into the row of its
+  first assignment there; the receiver copies it to the token's other rows. When the kernel returns
+  on a rank, that rank's rows are complete.
 
   It cannot deadlock: all workers go through their chunks in the same order, and send a chunk
   before they wait for what the others send of the chunk before it. Sending waits for nobody. So

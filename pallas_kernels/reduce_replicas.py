@@ -35,11 +35,12 @@ def reduce_replicas(
 ) -> list[Array]:
   """Adds every replica slot's gradient to its expert's home gradient; adjoint of ``replicate``.
 
-  Call it inside a ``shard_map`` over all axes of a mesh whose devices belong to one process and
-  reach each other's memory, and inside a ``jit``. One kernel reduces all arrays, tile by tile,
-  along the transfer trees backwards. A rank adds what its children sent to its own tile and pushes
-  the sum into an inbox of the parent; the home adds its children's to its own. The order is fixed:
-  the own value, then the children by rank. So the sums are the same bits whatever the timing.
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``), and inside a ``jit``. One kernel reduces all arrays, tile by
+  tile, along the transfer trees backwards. A rank adds what its children sent to its own tile and
+  pushes the sum into an inbox of the parent; the home adds its children's to its own. The order is
+  fixed: the own value, then the children by rank. So the sums are the same bits whatever the
+  timing.
 
   The inbox has two tiles for every worker and every slot of another rank:
   ``2 * (G - 1) * S * blocks * workers * tile_bytes`` bytes, whatever the size of an expert. A

@@ -30,10 +30,10 @@ def replicate(
 ) -> list[Array]:
   """Fills every rank's replica slots with copies of their experts' arrays, bit for bit.
 
-  Call it inside a ``shard_map`` over all axes of a mesh whose devices belong to one process and
-  reach each other's memory. One kernel moves all arrays. The ranks that send push tiles into the
-  slots of the receivers; a rank that forwards an expert sends each tile on as soon as it has
-  landed in its own slot. A tile is read once per rank, however many copies it feeds. When the
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``). One kernel moves all arrays. The ranks that send push tiles
+  into the slots of the receivers; a rank that forwards an expert sends each tile on as soon as it
+  has landed in its own slot. A tile is read once per rank, however many copies it feeds. When the
   kernel returns on a rank, that rank's slots are complete.
 
   No legal plan can deadlock. All workers go through the turns, through the tiles of a turn in the

@@ -51,7 +51,11 @@ def why_unsupported(
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-  """Of the NCCL library that this process has loaded; ``None`` if it has none."""
+  """Of the NCCL library that this process has loaded; ``None`` if it has none.
+
+  JAX's plugin loads the one of the package ``nvidia-nccl-cu13`` as it starts. One that XLA finds
+  elsewhere is loaded with the first collective, and ``None`` before.
+  """
   try:
     library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     number = ctypes.c_int()

@@ -27,6 +27,7 @@ Array = jax.Array
 ALIGNMENT = 16  # bytes: the unit of bulk copies
 BLOCK_AXIS, WORKER_AXIS = "block", "warpgroup"  # of every kernel that a transfer can ride in
 _SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
+_MOST_WORKERS = 8  # a warpgroup of 128 threads each, of the 1024 that a block may have
 SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
 
 
@@ -36,7 +37,7 @@ class Tuning:
 
   Attributes:
     blocks: thread blocks; all of them must fit on a GPU at a time.
-    workers: workers per block.
+    workers: workers per block, at most 8.
     tile_bytes: the most bytes of a tile, a multiple of 128.
   """
 
@@ -46,6 +47,8 @@ class Tuning:
 
   def __post_init__(self) -> None:
     check_positive(self, "blocks", "workers", "tile_bytes")
+    if self.workers > _MOST_WORKERS:
+      raise ValueError(f"workers: expected at most {_MOST_WORKERS}, got {self.workers}")
     if self.tile_bytes % _SHARED_ALIGNMENT:
       raise ValueError(f"tile_bytes: expected a multiple of 128, got {self.tile_bytes}")
     if self.workers * self.tile_bytes > SHARED_BYTES:

@@ -272,3 +272,15 @@ def test_combine_says_what_is_wrong(kind, message, changed):
   }
   with pytest.raises(kind, match=message):
     sharded(ONE_AXIS, combine_here, 4)(*(good | changed).values())
+
+
+def test_combine_needs_tiles_of_a_value_a_thread():
+  small = functools.partial(combine_here, tuning=Tuning(blocks=1, workers=1, tile_bytes=128))
+  arguments = (
+    zeros(8, 128, dtype=jnp.bfloat16),
+    zeros(4, 3, 2, dtype=jnp.float32),
+    zeros(3, 2),
+    zeros(4, 3, 2),
+  )
+  with pytest.raises(ValueError, match="tile_bytes: expected at least 256 for bfloat16, got 128"):
+    sharded(ONE_AXIS, small, 4)(*arguments)

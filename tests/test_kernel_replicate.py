@@ -321,6 +321,7 @@ def test_rejects_automatic_axes():
     ({"blocks": 0}, "blocks: expected at least 1, got 0"),
     ({"tile_bytes": 100}, "tile_bytes: expected a multiple of 128, got 100"),
     ({"workers": 8}, "expected at most 229376, got 262144"),
+    ({"workers": 9, "tile_bytes": 128}, "workers: expected at most 8, got 9"),
   ],
 )
 def test_rejects_tunings(arguments, message):
@@ -354,6 +355,13 @@ class Device:
 def test_says_why_it_cannot_run(devices, version, reason):
   answer = support.why_unsupported(devices, version)
   assert answer is None if reason is None else re.search(reason, answer)
+
+
+def test_takes_devices_that_name_no_host_for_those_of_several():
+  devices = [Device(), Device(process_index=1)]
+  for device in devices:
+    del device.slice_index
+  assert re.search("of one host", support.why_unsupported(devices, (0, 11, 2)))
 
 
 class Nccl:

@@ -54,7 +54,8 @@ def mesh_max(value: Array, same_along: str | None = None) -> Array:
 
   Args:
     value: of this rank.
-    same_along: an axis along which all have the same value, and need not ask each other.
+    same_along: an axis along which all have the same value, and need not ask each other. That is
+      believed, unless the value is typed as varying along it.
   """
   known = same_along if same_along not in varying_axes(value) else None
   axes = tuple(axis for axis in manual_axes() if axis != known)

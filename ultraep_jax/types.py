@@ -90,7 +90,8 @@ class Routes(NamedTuple):
       ``r`` is computed in round ``r // C``. 0 if masked.
     group_size_P: ``[P]`` int32, rows of each slot on *this* rank. Rows are grouped by slot,
       then by source rank, then in the order of the source's assignments.
-    num_rounds: ``[]`` int32, rounds that the busiest rank of this plan needs (at least 1).
+    num_rounds: ``[]`` int32, rounds that the busiest rank of this plan needs (at least 1); what
+      ``route.num_rounds`` says of the plan alone.
   """
 
   dest_TK: Array

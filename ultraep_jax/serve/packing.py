@@ -40,8 +40,8 @@ class Packing(NamedTuple):
 def pack(lengths: Sequence[int], rows: int, config: EngineConfig) -> Packing:
   """Packs the longest run of first requests that fits, and later ones into what it leaves empty.
 
-  Nobody waits longer for those that overtake: the oldest request that does not fit would not have
-  run now, and is the first of the next batch.
+  Those that overtake put nobody into a later batch: the oldest request that does not fit would
+  not have run now, and is the first of the next one.
 
   Of the run longer requests are placed first, each into the row with the fewest tokens: rows, and
   so devices, get about the same work, and the bucket is small. Later ones, which do not make the
@@ -49,7 +49,7 @@ def pack(lengths: Sequence[int], rows: int, config: EngineConfig) -> Packing:
 
   Args:
     lengths: tokens of the waiting requests, oldest first; at least one request, each of 1 to
-      ``config.buckets[-1]`` tokens.
+      ``config.buckets[-1]`` tokens. No more are looked at than B rows can have.
     rows: B.
     config: buckets, alignment and requests per row.
 
@@ -85,13 +85,16 @@ def pack(lengths: Sequence[int], rows: int, config: EngineConfig) -> Packing:
   for row, size in zip(best, sizes, strict=False):
     put(row, size)
   bucket = next(bucket for bucket in config.buckets if bucket >= max(used))
+  smallest = aligned(1, config.alignment)
   for i in range(len(best), len(sizes)):
-    open_rows = (row for row in range(rows) if count[row] < config.max_requests)
+    open_rows = [row for row in range(rows) if count[row] < config.max_requests]
     fits = [row for row in open_rows if used[row] + sizes[i] <= bucket]
     if fits:
       taken.append(i)
       best.append(max(fits, key=lambda row: used[row]))
       put(best[-1], sizes[i])
+    elif not any(used[row] + smallest <= bucket for row in open_rows):
+      break
   return Packing(bucket, tuple(taken), tuple(best), tuple(start), tuple(slot))
 
 

@@ -26,7 +26,8 @@ class Strategy(NamedTuple):
 
   Attributes:
     name: for messages.
-    plan: makes a ``Plan`` from the load matrix; the same on every rank.
+    plan: makes a ``Plan`` from the load matrix; the same on every rank, which otherwise wait for
+      each other for ever.
     reassign: ``(expert_index_TK, rank, num_experts, num_ranks) -> expert_index_TK``, replaces
       the router's choice before loads are counted. ``None``: the choice stands.
   """
