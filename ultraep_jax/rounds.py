@@ -47,7 +47,7 @@ class Routing(NamedTuple):
   home_rows_G: Array  # of each rank, those that its home experts compute
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
-  copied: Array | None  # 1 if any rank of the mesh gets a copy, else 0; None with rounds
+  copied: Array | None  # 1 if any rank of the mesh gets a copy, else 0; None where rounds is
 
 
 class _Start(NamedTuple):
