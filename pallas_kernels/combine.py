@@ -95,7 +95,7 @@ def combine(
     ],
     kernel_name="combine",
   )
-  return support.in_own_memory(kernel(*support.in_own_memory([rows_CD, *tables])))[0]
+  return support.call(kernel, [rows_CD, *tables])[0]
 
 
 def _buffer_length(rows_CD: Array, tuning: Tuning) -> int:

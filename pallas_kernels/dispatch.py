@@ -179,7 +179,7 @@ def _launch(
     ],
     kernel_name="dispatch",
   )
-  filled = support.in_own_memory(kernel(*support.in_own_memory([send, received, *rows])))
+  filled = support.call(kernel, [send, received, *rows])
   return [
     rows.reshape(capacity, *shape)
     for rows, (shape, _) in zip(filled[returned], outs[returned], strict=True)

@@ -297,9 +297,7 @@ def launch(
     written = write(varying.untyped(into))
     return [varying.vary(x, varying.axes_of(y)) for x, y in zip(written, into, strict=True)], None
   given = [*operands, *ride.operands]
-  results = (
-    support.in_own_memory(kernel(*support.in_own_memory(given))) if beside else kernel(*given)
-  )
+  results = support.call(kernel, given) if beside else kernel(*given)
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 
 

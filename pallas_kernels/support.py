@@ -3,7 +3,7 @@
 import collections
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,12 @@ def nccl_version() -> tuple[int, int, int] | None:
   return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
-def in_own_memory(values: Sequence[Any]) -> list[Any]:
+def call(kernel: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
+  """The results of a kernel that reaches other GPUs: what all of these are called through."""
+  return _in_own_memory(kernel(*_in_own_memory(operands)))
+
+
+def _in_own_memory(values: Sequence[Any]) -> list[Any]:
   """What goes into or comes out of a kernel that reaches other GPUs, as arrays of their own.
 
   XLA hands kernels slices of larger arrays in place, such as a layer's weights in a scan. Among

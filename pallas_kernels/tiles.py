@@ -220,7 +220,7 @@ class Transfer:
       scratch_types=[*self.scratch_types, *self.buffers],
       kernel_name=self.name,
     )
-    return self.finish(support.in_own_memory(kernel(*support.in_own_memory(self.operands))))
+    return self.finish(support.call(kernel, self.operands))
 
 
 def split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:

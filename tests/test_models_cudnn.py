@@ -20,8 +20,8 @@ ROWS, LENGTH, HEADS, KEY_HEADS, CHANNELS = 3, 32, 4, 2, 8
 LAYOUT = ([(0, 7), (8, 3), (12, 20)], [], [(4, 28)])
 
 
-def packed(layout=LAYOUT, requests=4) -> PackedBatch:
-  position_BT, segment_BT = (np.zeros((len(layout), LENGTH), np.int32) for _ in range(2))
+def packed(layout=LAYOUT, requests=4, length=LENGTH) -> PackedBatch:
+  position_BT, segment_BT = (np.zeros((len(layout), length), np.int32) for _ in range(2))
   last_BR = np.full((len(layout), requests), -1, np.int32)
   for row, spans in enumerate(layout):
     for r, (start, size) in enumerate(spans):
@@ -104,13 +104,8 @@ def real_operands(lengths, seed=0):
   length, heads, key_heads, channels = 2048, 32, 4, 128
   starts = np.cumsum([0, *(-(-n // 128) * 128 for n in lengths)])
   assert starts[-1] <= length
-  position_BT, segment_BT = (np.zeros((2, length), np.int32) for _ in range(2))
-  last_BR = np.full((2, 16), -1, np.int32)
-  for r, (start, size) in enumerate(zip(starts, lengths, strict=False)):
-    position_BT[:, start : start + size] = np.arange(size)
-    segment_BT[:, start : start + size] = r + 1
-    last_BR[:, r] = start + size - 1
-  batch = PackedBatch(*map(jnp.asarray, (position_BT, position_BT, segment_BT, last_BR)))
+  row = list(zip(starts, lengths, strict=False))
+  batch = packed([row, row], requests=16, length=length)
   keys = jax.random.split(jax.random.key(seed), 3)
   shapes = [(2, length, n, channels) for n in (heads, key_heads, key_heads)]
   pairs = zip(keys, shapes, strict=True)

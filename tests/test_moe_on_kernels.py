@@ -246,7 +246,7 @@ def processes(request, monkeypatch):
 
 
 def test_kernels_among_processes_take_no_slices(processes):
-  """Arrays that a kernel shares with other GPUs go through a barrier: see ``in_own_memory``."""
+  """Arrays that a kernel shares with other GPUs go through a barrier: see ``support.call``."""
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=CONFIG)
