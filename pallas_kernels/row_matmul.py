@@ -190,7 +190,8 @@ def row_tiles(capacity: int, group_size_P: Array, tile_rows: int, slots: range) 
   tiles_Q = jnp.concatenate([-(-group_size_P // tile_rows) - short_P, short_P])
   before_Q = layout.sum_before(tiles_Q)
   tile_T = jnp.arange(capacity // tile_rows + num_slots, dtype=jnp.int32)
-  q_T = jnp.sum((before_Q + tiles_Q)[:, None] <= tile_T[None, :], axis=0, dtype=jnp.int32)
+  # Along the last axis: XLA makes one kernel of such a sum, and two of one along the first.
+  q_T = jnp.sum((before_Q + tiles_Q)[None, :] <= tile_T[:, None], axis=1, dtype=jnp.int32)
   q_T = jnp.minimum(q_T, 2 * num_slots - 1)
   slot_T = q_T % num_slots
   rows_T = jnp.where(q_T < num_slots, tile_rows, rounded_P[slot_T])
