@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ultraep_jax as uep
+from ultraep_jax import sharded
 
 RANKS, EXPERTS, TOP_K = 4, 8, 2
 
@@ -42,3 +43,37 @@ def test_what_a_layer_measured(slots):
   np.testing.assert_array_equal(stats.replica_load_GS, group_size_GP[:, EXPERTS // RANKS :])
   assert stats.masked == 1 and stats.replicas == (stats.replica_expert_GS >= 0).sum()
   assert (stats.replicas > 0) == (slots > 0)
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_statistics_of_a_scan_afterwards(slots):
+  """Those of each layer, on a mesh whose token groups have loads of their own."""
+  config = uep.BalanceConfig(objective="balance", capacity_factor=1.25, replica_slots=slots)
+  weights = uep.ExpertWeights(*[jnp.ones((EXPERTS, 4, 4))] * 3)
+  mesh = jax.make_mesh((2, RANKS), ("data", "expert"))
+  keys = jax.random.split(jax.random.key(0), 3)
+  shape = (len(keys), 2 * RANKS * 8, TOP_K)
+  popular = jax.random.randint(keys[0], shape, 0, EXPERTS) ** 2 // EXPERTS
+  index = popular.at[0, 0].set(jnp.array([-1, EXPERTS]))
+  x, gate = jnp.ones((*shape[:2], 4)), jnp.ones(shape)
+
+  def one(carry, layer):
+    return carry, uep.sharded_moe(*layer, weights, config=config)[1]
+
+  def measured(carry, layer):
+    return carry, sharded.measured_sharded_moe(*layer, weights, config=config)[1]
+
+  @jax.jit
+  def both(layers):
+    _, want = jax.lax.scan(one, 0, layers)
+    _, kept = jax.lax.scan(measured, 0, layers)
+    assert all(leaf.size for leaf in jax.tree.leaves(kept))  # empty ones crash XLA's GPU compiler
+    size = weights.expert_size * x.dtype.itemsize
+    return want, sharded.layer_stats(kept, size, config.domain_size, scanned=True)
+
+  with jax.set_mesh(mesh):
+    want, got = jax.tree.map(np.asarray, both((x, index, gate)))
+  assert got.load_GE.shape == (len(keys), 2, RANKS, EXPERTS)
+  assert (got.load_GE[:, 0] != got.load_GE[:, 1]).any()
+  assert got.masked.sum() == 1 and got.invalid.sum() == 1
+  jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -16,7 +16,9 @@ from ultraep_jax import gating as gating_lib
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.mesh import shard
-from ultraep_jax.sharded import sharded_moe
+from ultraep_jax.moe import copy_bytes
+from ultraep_jax.sharded import layer_stats, measured_sharded_moe
+from ultraep_jax.stats import Measured
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 Activation = Callable[[Array], Array]
@@ -41,6 +43,16 @@ class MoEAux(NamedTuple):
   expert_load_E: Array
 
 
+class Routed(NamedTuple):
+  """What the router makes of the tokens."""
+
+  expert_index: Array
+  gate: Array
+  load_balance_loss: Array
+  router_z_loss: Array
+  expert_load_E: Array
+
+
 def apply_moe(
   params: dict[str, Array],
   x: Array,
@@ -55,18 +67,49 @@ def apply_moe(
   token_axes: tuple[str, ...] | None,
 ) -> tuple[Array, MoEAux]:
   """The block as a pure function of its parameters, named as in ``nnx.MoE``."""
+  y, routed, measured = measured_block(
+    params,
+    x,
+    mask,
+    bias_E,
+    gating=gating,
+    config=config,
+    activation=activation,
+    dtype=dtype,
+    axis_name=axis_name,
+    token_axes=token_axes,
+  )
+  stats = block_stats(
+    measured, params, y.dtype, config=config, axis_name=axis_name, token_axes=token_axes
+  )
+  return y, MoEAux(stats, routed.load_balance_loss, routed.router_z_loss, routed.expert_load_E)
+
+
+def measured_block(
+  params: dict[str, Array],
+  x: Array,
+  mask: Array | None,
+  bias_E: Array | None,
+  *,
+  gating: GatingConfig,
+  config: BalanceConfig,
+  activation: Activation,
+  dtype: DTypeLike | None,
+  axis_name: str,
+  token_axes: tuple[str, ...] | None,
+) -> tuple[Array, Routed, Measured]:
+  """``apply_moe``, with what ``block_stats`` makes its statistics of."""
   check_mesh(axis_name, gating.num_experts)
   _check_tokens(x, mask, params["router"].shape[0])
   x = x if dtype is None else x.astype(dtype)
   if mask is not None:  # zeros in, zeros out: no term below has an offset
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
   routed = _route(x, params["router"], bias_E, mask, gating)
-  weights = ExpertWeights(params["wi_gate"], params["wi_up"], params["wo"])
-  y, stats = sharded_moe(
+  y, measured = measured_sharded_moe(
     x,
     routed.expert_index,
     routed.gate,
-    weights,
+    _experts(params),
     config=config,
     axis_name=axis_name,
     token_axes=token_axes,
@@ -75,27 +118,52 @@ def apply_moe(
   if "shared_wo" in params:
     wi_gate, wi_up, wo = (params["shared_" + n].astype(x.dtype) for n in ExpertWeights._fields)
     y += jnp.matmul(activation(jnp.matmul(x, wi_gate)) * jnp.matmul(x, wi_up), wo)
-  return y, MoEAux(stats, routed.load_balance_loss, routed.router_z_loss, routed.expert_load_E)
+  return y, routed, measured
 
 
-class _Routed(NamedTuple):
-  """What the router makes of the tokens."""
+def block_stats(
+  measured: Measured,
+  params: dict[str, Array],
+  dtype: DTypeLike,
+  *,
+  config: BalanceConfig,
+  axis_name: str,
+  token_axes: tuple[str, ...] | None,
+  scanned: bool = False,
+) -> LayerStats:
+  """The statistics of ``measured_block``; of several, stacked, at once with ``scanned``.
 
-  expert_index: Array
-  gate: Array
-  load_balance_loss: Array
-  router_z_loss: Array
-  expert_load_E: Array
+  Args:
+    measured: by the blocks.
+    params: of a block, or stacked as well; only their shapes matter.
+    dtype: of the computation.
+    config: of the blocks, like all that follows.
+    axis_name: likewise.
+    token_axes: likewise.
+    scanned: whether there is a first axis of blocks.
+  """
+  return layer_stats(
+    measured,
+    copy_bytes(jnp.dtype(dtype), _experts(params)),
+    config.domain_size,
+    axis_name=axis_name,
+    token_axes=token_axes,
+    scanned=scanned,
+  )
+
+
+def _experts(params: dict[str, Array]) -> ExpertWeights:
+  return ExpertWeights(*(params[name] for name in ExpertWeights._fields))
 
 
 # Backward makes the float32 tokens and the masks of [T, K, E] again rather than keep them.
 @functools.partial(jax.checkpoint, static_argnums=4)
 def _route(
   x: Array, router_DE: Array, bias_E: Array | None, mask: Array | None, gating: GatingConfig
-) -> _Routed:
+) -> Routed:
   logits = router_logits(x, router_DE)
   index, gate, scores = gating_lib.gate(logits, gating, bias_E, mask)
-  return _Routed(
+  return Routed(
     expert_index=index,
     gate=gate,
     load_balance_loss=gating_lib.load_balance_loss(scores, index),

@@ -62,6 +62,31 @@ def moe(
     ValueError: shapes or sizes do not fit.
     TypeError: a dtype is wrong.
   """
+  y_TD, measured = measured_moe(
+    x_TD,
+    expert_index_TK,
+    gate_TK,
+    weights,
+    config=config,
+    axis_name=axis_name,
+    activation=activation,
+  )
+  counts = stats.sum_counts(measured.count_X, axis_name)
+  size = copy_bytes(x_TD.dtype, weights)
+  return y_TD, stats.layer_stats(measured, counts, size, config.domain_size)
+
+
+def measured_moe(
+  x_TD: Array,
+  expert_index_TK: Array,
+  gate_TK: Array,
+  weights: ExpertWeights,
+  *,
+  config: BalanceConfig,
+  axis_name: str,
+  activation: Activation,
+) -> tuple[Array, stats.Measured]:
+  """``moe``, with what its statistics are made of instead of these."""
   num_ranks = check_layer(x_TD, expert_index_TK, gate_TK, weights, config, axis_name)
   check_activation(activation, (8, weights.wo.shape[1]), x_TD.dtype)
   num_experts = weights.wo.shape[0] * num_ranks
@@ -115,18 +140,8 @@ def moe(
     to_varying(weights, axes),
     to_varying(routing, axes),
   )
-  measured = stats.layer_stats(
-    expert_index_TK,
-    load_GE,
-    plan,
-    routes,
-    jnp.int32(1) if num_rounds is None else num_rounds,
-    weights,
-    x_TD.dtype,
-    config,
-    axis_name,
-  )
-  return y_TD, measured
+  rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
+  return y_TD, stats.measure(expert_index_TK, load_GE, plan, routes, rounds_run)
 
 
 def home_rows(quota_EG: Array) -> Array:
@@ -137,6 +152,11 @@ def home_rows(quota_EG: Array) -> Array:
   return jnp.sum(jnp.where(at_home_EG, quota_EG, 0), axis=0, dtype=jnp.int32)
 
 
+def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:
+  """Of one expert's weights, in the dtype that they travel in."""
+  return weights.expert_size * dtype.itemsize
+
+
 def layer_cost(
   dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
 ) -> PlanCost:
@@ -144,6 +164,6 @@ def layer_cost(
   rows_per_second = _MATMUL_RATE / (2 * weights.expert_size)
   copy_rows = config.copy_rows
   if copy_rows is None:
-    copy_bytes = weights.expert_size * dtype.itemsize
-    copy_rows = round(_EXPOSED * copy_bytes / _LINK_RATE * rows_per_second)
+    seconds = copy_bytes(dtype, weights) / _LINK_RATE
+    copy_rows = round(_EXPOSED * seconds * rows_per_second)
   return PlanCost(copy_rows, capacity, min(round(_ROUND_SECONDS * rows_per_second), 1 << 20))

@@ -44,7 +44,7 @@ class ExpertWeights(NamedTuple):
   @property
   def expert_size(self) -> int:
     """Values of one expert."""
-    return sum(leaf.shape[1] * leaf.shape[2] for leaf in self)
+    return sum(leaf.shape[-2] * leaf.shape[-1] for leaf in self)
 
 
 class Plan(NamedTuple):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ultraep_jax.block import apply_moe
+from ultraep_jax.block import block_stats, measured_block
 from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
@@ -23,6 +23,7 @@ from ultraep_jax.models.rotary import cosines_and_sines
 from ultraep_jax.models.rows import by_rows, row_axes
 from ultraep_jax.models.spans import Spans, spans_of
 from ultraep_jax.packed import PackedBatch
+from ultraep_jax.stats import Measured
 from ultraep_jax.types import Array, LayerStats
 
 Params = Mapping[str, Array]
@@ -85,10 +86,10 @@ def moe_layer(
   config: ModelConfig,
   balance: BalanceConfig,
   how: Attention,
-) -> tuple[Carry, LayerStats]:
+) -> tuple[Carry, Measured]:
   """Attention and a mixture of experts, each on the normed residual stream."""
   carry, normed_BTD, params = _mix(context, carry, layer, config, how)
-  y_BTD, aux = apply_moe(
+  y_BTD, _, measured = measured_block(
     {name: value for name, value in params.items() if name != "selection_bias"},
     normed_BTD,
     context.segment_BT > 0,
@@ -100,7 +101,22 @@ def moe_layer(
     axis_name=AXIS,
     token_axes=row_axes(),
   )
-  return carry._replace(x_BTD=carry.x_BTD + y_BTD), aux.stats
+  return carry._replace(x_BTD=carry.x_BTD + y_BTD), measured
+
+
+def moe_stats(
+  measured: Measured, params: Params, dtype: DTypeLike, balance: BalanceConfig
+) -> LayerStats:
+  """The statistics of consecutive layers, from what they measured and their stacked parameters."""
+  return block_stats(
+    measured,
+    dict(params),
+    dtype,
+    config=balance,
+    axis_name=AXIS,
+    token_axes=row_axes(),
+    scanned=True,
+  )
 
 
 def dense_layer(

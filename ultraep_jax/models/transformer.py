@@ -157,9 +157,11 @@ class MoETransformer(nnx.Module):
         how=self.attention,
       )
       index = jnp.arange(first, first + len(run), dtype=jnp.int32)
-      carry, stats = lax.scan(step, carry, (index, stack.arrays()))
+      params = stack.arrays()
+      carry, measured = lax.scan(step, carry, (index, params))
       first += len(run)
-      all_stats += [] if stats is None else [stats]
+      if measured is not None:
+        all_stats.append(layers.moe_stats(measured, params, self.dtype, self.balance))
     logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
     stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_stats) if all_stats else None
     return PrefillResult(logits_BRV, carry.cache, stats)
