@@ -4,8 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from programs import kernels
 
+from ultraep_jax import block
 from ultraep_jax.block import router_logits
+from ultraep_jax.gating import GatingConfig
 
 
 def problem(dtype):
@@ -41,3 +46,39 @@ def test_router_gradients_of_bfloat16_are_those_of_the_float32_matmul():
   for a, b in zip(got, want, strict=True):
     assert a.dtype == b.dtype
     np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("token_axes", [("expert",), ("data", "expert")])
+def test_every_device_chooses_for_its_own_tokens(axis_type, token_axes):
+  """By a kernel on GPUs, forward and backward, and results are those of all tokens at once."""
+  keys = jax.random.split(jax.random.key(0), 2)
+  x = jax.random.normal(keys[0], (4, 40, 64))
+  router_DE = jax.random.normal(keys[1], (64, 16)) / 8
+  mask = jnp.arange(4 * 40).reshape(4, 40) % 3 > 0
+  gating = GatingConfig(num_experts=16, num_experts_per_tok=3, use_selection_bias=True)
+  mesh = jax.make_mesh((2, 2), ("data", "expert"), (axis_type,) * 2, devices=jax.devices()[:4])
+
+  def loss(x, router_DE, bias_E, implementation, axes):
+    routed = block._route(x, router_DE, bias_E, mask, gating, implementation, axes)
+    losses = routed.load_balance_loss + routed.router_z_loss
+    return losses + jnp.sum(routed.gate**2), routed
+
+  def program(implementation, axes):
+    return jax.jit(
+      lambda *args: jax.value_and_grad(loss, (0, 1), True)(*args, implementation, axes)
+    )
+
+  args = x, router_DE, jnp.linspace(-0.1, 0.1, 16)
+  with jax.set_mesh(jax.make_mesh((1,), ("expert",), (axis_type,), devices=jax.devices()[:1])):
+    want = program("portable", ("expert",))(*args)
+  with jax.set_mesh(mesh):
+    x = jax.device_put(x, P(token_axes))
+    got = program("portable", token_axes)(x, *args[1:])
+    traced = program("mosaic_gpu", token_axes).trace(x, *args[1:])
+    assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+  np.testing.assert_array_equal(got[0][1].expert_index, want[0][1].expert_index)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+  tokens = 4 * 40 // (2 * len(token_axes))
+  (shape,) = {kernel.outvars[0].aval.shape for kernel in kernels(traced.jaxpr)}
+  assert shape == (tokens * 3,)

@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_interpret import interpreted
 
-from pallas_kernels import plan_quota, route_rows, warps
+from pallas_kernels import plan_quota, route_rows, top_k, warps
 
 REDUCTIONS = {
   "warp_max": np.max,
@@ -138,4 +138,10 @@ def test_the_routing_compares_signed_numbers_only(compared):
   shapes = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
   route = jax.jit(lambda *args: route_rows.route_rows(*args, capacity=64))
   route.trace(*shapes).lower(lowering_platforms=("cuda",))
+  assert compared and all(compared)
+
+
+def test_the_choice_compares_signed_numbers_only(compared):
+  scores = jax.ShapeDtypeStruct((7, 200), jnp.float32)
+  top_k.top_k.trace(scores, k=3).lower(lowering_platforms=("cuda",))
   assert compared and all(compared)

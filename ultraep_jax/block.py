@@ -13,11 +13,16 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ultraep_jax import gating as gating_lib
-from ultraep_jax.config import BalanceConfig, check_int
-from ultraep_jax.gating import GatingConfig
-from ultraep_jax.mesh import shard
+from ultraep_jax.config import BalanceConfig, Implementation, check_int
+from ultraep_jax.gating import Gating, GatingConfig
+from ultraep_jax.mesh import is_explicit, shard
 from ultraep_jax.moe import copy_bytes
-from ultraep_jax.sharded import layer_stats, measured_sharded_moe
+from ultraep_jax.sharded import (
+  check_divides,
+  layer_stats,
+  measured_sharded_moe,
+  resolve_token_axes,
+)
 from ultraep_jax.stats import Measured
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
@@ -104,7 +109,10 @@ def measured_block(
   x = x if dtype is None else x.astype(dtype)
   if mask is not None:  # zeros in, zeros out: no term below has an offset
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
-  routed = _route(x, params["router"], bias_E, mask, gating)
+  mesh = jax.sharding.get_abstract_mesh()
+  token_axes = resolve_token_axes(mesh, axis_name, token_axes)
+  check_divides(mesh, token_axes, x)
+  routed = _route(x, params["router"], bias_E, mask, gating, config.implementation, token_axes)
   y, measured = measured_sharded_moe(
     x,
     routed.expert_index,
@@ -157,12 +165,19 @@ def _experts(params: dict[str, Array]) -> ExpertWeights:
 
 
 # Backward makes the float32 tokens and the masks of [T, K, E] again rather than keep them.
-@functools.partial(jax.checkpoint, static_argnums=4)
+@functools.partial(jax.checkpoint, static_argnums=(4, 5, 6))
 def _route(
-  x: Array, router_DE: Array, bias_E: Array | None, mask: Array | None, gating: GatingConfig
+  x: Array,
+  router_DE: Array,
+  bias_E: Array | None,
+  mask: Array | None,
+  gating: GatingConfig,
+  implementation: Implementation,
+  token_axes: tuple[str, ...],
 ) -> Routed:
   logits = router_logits(x, router_DE)
-  index, gate, scores = gating_lib.gate(logits, gating, bias_E, mask)
+  choose = functools.partial(gating_lib.gate, config=gating, implementation=implementation)
+  index, gate, scores = _by_token(choose, token_axes, logits, bias_E, mask)
   return Routed(
     expert_index=index,
     gate=gate,
@@ -170,6 +185,28 @@ def _route(
     router_z_loss=gating_lib.router_z_loss(logits, mask),
     expert_load_E=gating_lib.router_load(index, gating.num_experts),
   )
+
+
+def _by_token(
+  choose: Callable[..., Gating],
+  token_axes: tuple[str, ...],
+  logits: Array,
+  bias_E: Array | None,
+  mask: Array | None,
+) -> Gating:
+  """Every device chooses for its own tokens.
+
+  XLA would bring all of them to each device for a kernel, and sort twice without one.
+  """
+  by_token = P(token_axes)
+  if is_explicit():
+    logits, mask = jax.tree.map(lambda leaf: jax.reshard(leaf, by_token), (logits, mask))
+
+  def local(logits: Array, bias_E: Array | None, mask: Array | None) -> Gating:
+    return choose(logits, bias_E=bias_E, mask_T=mask)
+
+  specs = (by_token, P(), by_token)
+  return jax.shard_map(local, in_specs=specs, out_specs=by_token)(logits, bias_E, mask)
 
 
 @jax.custom_jvp

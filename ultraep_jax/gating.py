@@ -11,7 +11,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultraep_jax.config import check_choice, check_int
+from pallas_kernels.top_k import top_k
+from ultraep_jax import implementation as implementation_lib
+from ultraep_jax.config import Implementation, check_choice, check_int
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array
 
 
@@ -82,6 +85,8 @@ def gate(
   config: GatingConfig,
   bias_E: Array | None = None,
   mask_T: Array | None = None,
+  *,
+  implementation: Implementation = "auto",
 ) -> Gating:
   """Chooses K experts per token, in float32. Equal scores go to the lower expert index.
 
@@ -93,10 +98,13 @@ def gate(
     bias_E: ``[E]`` float, added to the scores for the choice only; given exactly when
       ``config.use_selection_bias``.
     mask_T: ``[...]`` bool, False where a token takes no part; its logits may be anything.
+    implementation: of the choice, as in ``BalanceConfig``; results are the same. The kernel takes
+      what is one device's: arrays of the only device, or those inside a ``shard_map``.
 
   Raises:
     ValueError: shapes disagree, or the bias is missing or not expected.
     TypeError: a dtype is wrong.
+    NotImplementedError: ``"mosaic_gpu"`` cannot do it here.
   """
   _check_arrays(logits_TE, config, bias_E, mask_T)
   logits_TE = logits_TE.astype(jnp.float32)
@@ -105,12 +113,14 @@ def gate(
   score = jax.nn.softmax if config.scoring == "softmax" else jax.nn.sigmoid
   scores_TE = score(logits_TE)
 
-  selection_TE = jax.lax.stop_gradient(scores_TE)
+  selection_TE = scores_TE
   if bias_E is not None:
     selection_TE += jnp.broadcast_to(bias_E.astype(jnp.float32), selection_TE.shape)
+  selection_TE = jax.lax.stop_gradient(selection_TE)
+  implementations = implementation_lib.resolve(implementation)
   if config.topk_groups < config.num_expert_groups:
-    selection_TE = _keep_best_groups(selection_TE, config)
-  _, index_TK = jax.lax.top_k(selection_TE, config.num_experts_per_tok)
+    selection_TE = _keep_best_groups(selection_TE, config, implementations)
+  index_TK = _best(selection_TE, config.num_experts_per_tok, implementations)
 
   # A masked sum, not a gather: it partitions over any token axes, and its gradient too.
   chosen_TKE = _one_hot(index_TK, config.num_experts)
@@ -192,15 +202,50 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
   return bias_E + sign_E.astype(bias_E.dtype) * jnp.asarray(rate, bias_E.dtype)
 
 
-def _keep_best_groups(selection_TE: Array, config: GatingConfig) -> Array:
+def _keep_best_groups(
+  selection_TE: Array, config: GatingConfig, implementations: Implementations
+) -> Array:
   """Sets the scores outside each token's best groups to −inf."""
   shape = selection_TE.shape
   per_group = config.num_experts // config.num_expert_groups
   grouped = selection_TE.reshape(*shape[:-1], config.num_expert_groups, per_group)
-  group_score = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-  _, best = jax.lax.top_k(group_score, config.topk_groups)
+  best_two = jnp.any(_one_hot(_best(grouped, 2, implementations), per_group), axis=-2)
+  group_score = jnp.sum(jnp.where(best_two, grouped, 0.0), axis=-1)
+  best = _best(group_score, config.topk_groups, implementations)
   kept = jnp.any(_one_hot(best, config.num_expert_groups), axis=-2)
   return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(shape)
+
+
+def _best(score: Array, count: int, implementations: Implementations) -> Array:
+  """Indices of the largest of the last axis, the largest first; ``[..., count]`` int32."""
+  candidates = {
+    "mosaic_gpu": lambda: _best_on_gpu(score, count),
+    "portable": lambda: jax.lax.top_k(score, count)[1],
+  }
+  return first_that_can(implementations, candidates)
+
+
+def _best_on_gpu(score: Array, count: int) -> Array:
+  """The same, by a kernel that XLA does not know how to split.
+
+  Raises:
+    NotImplementedError: the scores may be of several devices, or the kernel cannot take them.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  one_device = (jax.device_count() if mesh.empty else mesh.size) == 1
+  if not one_device and (mesh.empty or not mesh.are_all_axes_manual):
+    raise NotImplementedError(
+      f"scores: expected those of one device, or a shard_map over all of {mesh.axis_names}"
+    )
+
+  @jax.custom_batching.custom_vmap
+  def best(score: Array) -> Array:
+    index = top_k(score.reshape(-1, score.shape[-1]), count)
+    return index.reshape(*score.shape[:-1], count)
+
+  # Whatever is mapped over is one more axis of rows.
+  best.def_vmap(lambda size, mapped, score: (best(score), True))
+  return best(score)
 
 
 def _one_hot(index: Array, size: int) -> Array:

@@ -1,8 +1,9 @@
-"""Checks and times the kernels that plan and route, beside the portable planner and routing.
+"""Checks and times the kernels that choose, plan and route, beside what is portable.
 
 Run on one GPU: ``python -m ultraep_jax bench plan``. Checks compare plans bit for bit over random
-and degenerate loads. Times are the device's, from a profiler trace: of the kernels alone, and from
-the start of a call's first kernel to the end of its last.
+and degenerate loads, and choices over random scores, ties and special values. Times are the
+device's, from a profiler trace: of the kernels alone, and from the start of a call's first kernel
+to the end of its last.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.route_rows import Tuning
+from pallas_kernels.top_k import top_k
 from ultraep_jax import plan as planner
 from ultraep_jax import route, testing
 from ultraep_jax.bench import timing
@@ -43,11 +45,12 @@ SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 TIMED = tuple(SHAPES)[:5]
 ROUTED = ((256, 64), (64, 4))  # experts and ranks, at T8192 K8
+CHOSEN = ((64, 6), (128, 8), (256, 8), (512, 10))  # experts and choices
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description="Checks and times the planner kernels.")
-  parser.add_argument("what", nargs="*", default=["check", "time", "route"])
+  parser.add_argument("what", nargs="*", default=["check", "time", "route", "choose"])
   parser.add_argument("--loads", type=int, default=100, help="random loads to check per shape")
   parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
   parser.add_argument("--route-tunings", nargs="*", default=[], help="more, GROUPSxPEERSxCLUSTERS")
@@ -66,6 +69,8 @@ def main() -> None:
       ROUTED, (args.tokens, 4 * args.tokens, 77), routings
     ):
       check_routes(*size, tokens, count, tuning)
+    for size, tokens in itertools.product((*CHOSEN, (60, 16), (8, 1)), (args.tokens, 77, 1)):
+      check_choices(*size, tokens)
   if "time" in args.what:
     timed = [name for name in args.shapes if name in TIMED]
     for name, objective in itertools.product(timed, ("balance", "time")):
@@ -73,6 +78,9 @@ def main() -> None:
   if "route" in args.what:
     for num_experts, num_ranks in ROUTED:
       time_routes(num_experts, num_ranks, args.tokens, routings)
+  if "choose" in args.what:
+    for size in CHOSEN:
+      time_choices(*size, args.tokens)
 
 
 Planner = Callable[[Array], Plan]
@@ -233,6 +241,41 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuni
     f"correct: routes of E{num_experts} G{num_ranks} T{tokens}, {count} loads, {named(tuning)}",
     flush=True,
   )
+
+
+def scores(num_experts: int, tokens: int) -> dict[str, np.ndarray]:
+  """``[T, E]`` float32, of several kinds."""
+  rng, shape = np.random.default_rng(0), (tokens, num_experts)
+  bits = rng.integers(0, 2**32, shape, np.uint32)
+  special = np.array([0.0, -0.0, 1e-45, np.inf, -np.inf, np.nan, -np.nan], np.float32)
+  return {
+    "random": rng.random(shape, np.float32),
+    "ties": rng.integers(0, 3, shape).astype(np.float32),
+    "special": rng.choice(special, shape),
+    "any bits": bits.view(np.float32),
+    "any NaN": (bits | 0x7F800000).view(np.float32),
+  }
+
+
+def check_choices(num_experts: int, top: int, tokens: int) -> None:
+  """Raises AssertionError unless all choices are equal."""
+
+  @jax.jit
+  def wrong(scores_TE: Array) -> Array:
+    return jnp.sum(top_k(scores_TE, top) != lax.top_k(scores_TE, top)[1])
+
+  for kind, scores_TE in scores(num_experts, tokens).items():
+    count = int(wrong(scores_TE))
+    assert not count, f"E{num_experts} T{tokens} K{top}, {kind}: {count} choices differ"
+  print(f"correct: choices of E{num_experts} T{tokens} K{top}", flush=True)
+
+
+def time_choices(num_experts: int, top: int, tokens: int) -> None:
+  scores_TE = scores(num_experts, tokens)["random"]
+  kinds = {"kernel": top_k, "portable": lambda x, k: lax.top_k(x, k)[1]}
+  for name, choose in kinds.items():
+    text = profile(functools.partial(choose, k=top), scores_TE)
+    print(f"choose E{num_experts} T{tokens} K{top}, {name}: {text}", flush=True)
 
 
 def profile(function: Callable[..., Any], *args: Any) -> str:
