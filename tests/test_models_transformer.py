@@ -13,6 +13,7 @@ from test_models_config import PUBLISHED
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig
+from ultraep_jax.models import attention
 from ultraep_jax.models.params import param_specs
 from ultraep_jax.packed import PackedBatch
 
@@ -92,6 +93,42 @@ def test_random_weights_and_no_mixture():
   assert result.stats is None
   assert result.logits_BRV.shape == (2, 2, 32)
   assert 0.3 < np.std(np.asarray(result.logits_BRV)[:, 0]) < 3
+
+
+@pytest.mark.parametrize("kind", [models.GroupedQuery, models.Latent])
+def test_nothing_reads_what_attention_leaves_in_padding(monkeypatch, kind):
+  own = dataclasses.replace(SMALL.attention, qk_norm=True)
+  if kind is models.Latent:
+    own = models.Latent(
+      num_heads=4, query_rank=8, latent_rank=8, nope_dim=4, rope_dim=8, value_dim=6, scale=0.3
+    )
+  config = dataclasses.replace(
+    SMALL, is_moe=(False, True, True), attention=own, num_shared_experts=1
+  )
+  places = {0: (0, 4), 1: (1, 0), 2: (1, 12)}  # padding before, between and behind
+  batch = lay_out([np.arange(9), np.arange(3, 10), np.arange(5)], places, 2, 24, 2)
+  padding = np.asarray(batch.segment_BT) == 0
+  attend = attention.attend
+
+  def untidy(query, key, value, segment, **options):
+    mixed = attend(query, key, value, segment, **options)
+    return jnp.where((segment > 0)[..., None, None], mixed, jnp.nan)
+
+  def run():
+    return jax.tree.map(np.asarray, jax.jit(lambda model, batch: model(batch))(model, batch))
+
+  with jax.set_mesh(expert_mesh(2)):
+    model = nnx.jit(lambda: make(config))()
+    clean = run()
+    monkeypatch.setattr(attention, "attend", untidy)
+    spoilt = run()
+  present = np.asarray(batch.last_BR) >= 0
+  assert present.sum() == 3 and padding[0, 0]
+  np.testing.assert_array_equal(spoilt.logits_BRV[present], clean.logits_BRV[present])
+  for rest in ("cache", "stats"):
+    got, want = getattr(spoilt, rest), getattr(clean, rest)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_batch_is_checked():

@@ -31,7 +31,7 @@ def attend(
     scale: factor on the scores.
 
   Returns:
-    ``[B, T, H, V]``, dtype of the values; 0 outside of requests.
+    ``[B, T, H, V]``, dtype of the values; anything outside of requests, NaN included.
 
   Raises:
     NotImplementedError: no GPU, no cuDNN, or not these sizes and dtypes.
@@ -43,12 +43,9 @@ def attend(
     raise NotImplementedError(  # it would take the values' strides for the keys'
       f"cuDNN: expected values as wide as keys, got {value_BTNV.shape[3]}, {query_BTHC.shape[3]}"
     )
-  present_BR = spans.size_BR > 0
-  size_BR = jnp.where(present_BR, spans.size_BR, -1)
-  # One more, which says where the last request ends, and two at least: one is taken for a row
-  # that is not packed.
-  offset_BR = _pad(jnp.where(present_BR, spans.start_BR, -1), max(size_BR.shape[1], 2) + 1)
-  size_BR = _pad(size_BR, offset_BR.shape[1] - 1)
+  # JAX would move what is not negative to the front, in every layer. Nothing is negative, but XLA
+  # only knows that of a flat maximum; then it leaves the moving out.
+  size_BR, start_BS = (jnp.maximum(v.ravel(), 0).reshape(v.shape) for v in spans)
   try:
     mixed_BTHV: Any = dot_product_attention(  # custom_vjp hides the type
       query_BTHC,
@@ -56,23 +53,17 @@ def attend(
       value_BTNV,
       q_seqlen=size_BR,
       kv_seqlen=size_BR,
-      q_offsets=offset_BR,
-      kv_offsets=offset_BR,
+      q_offsets=start_BS,
+      kv_offsets=start_BS,
       scale=scale,
       mask_type=MaskType.PADDING_CAUSAL,
     )
   except RuntimeError as error:  # no cuDNN
     raise NotImplementedError(f"cuDNN: {error}") from error
-  # What lies between requests is not written.
-  inside_BT = spans.inside(query_BTHC.shape[1])
-  return jnp.where(inside_BT[..., None, None], mixed_BTHV, jnp.zeros((), mixed_BTHV.dtype))
+  return mixed_BTHV
 
 
 def _platform() -> str:
   """Of the mesh in context, or of the default device."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
-
-
-def _pad(value_BR: Array, columns: int) -> Array:
-  return jnp.pad(value_BR, ((0, 0), (0, columns - value_BR.shape[1])), constant_values=-1)

@@ -30,16 +30,21 @@ Params = Mapping[str, Array]
 
 
 class Carry(NamedTuple):
-  """What one layer hands to the next: hidden states, and the cache of all layers so far."""
+  """What one layer hands to the next: hidden states, and the cache of all layers so far.
+
+  Hidden states of padding are anything, NaN included, as attention leaves them; what they are
+  normed to is zero, so nothing that tokens or the cache get is of padding.
+  """
 
   x_BTD: Array
   cache: Cache
 
 
 class Context(NamedTuple):
-  """What all layers share: requests, and the cosines and sines of positions."""
+  """What all layers share: requests, what is not padding, cosines and sines of positions."""
 
   segment_BT: Array
+  valid_BT: Array
   spans: Spans
   turn: tuple[Array, Array]
 
@@ -63,13 +68,11 @@ def start(
 
   def local(embed_VD: Array, batch: PackedBatch) -> tuple[Array, Cache, Context]:
     valid_BT = batch.segment_BT > 0
-    # Padding is zero from here on, whatever its tokens are: nothing of it is ever NaN.
     x_BTD = embed_VD[jnp.where(valid_BT, batch.token_BT, 0)].astype(dtype)
-    x_BTD = jnp.where(valid_BT[..., None], x_BTD, jnp.zeros((), dtype))
     turn = cosines_and_sines(config.rotary, jnp.where(valid_BT, batch.position_BT, 0))
     shape = (len(config.is_moe), *batch.token_BT.shape)
     cache = mixers.empty_cache(config.attention, shape, dtype)
-    return x_BTD, cache, Context(batch.segment_BT, spans_of(batch), turn)
+    return x_BTD, cache, Context(batch.segment_BT, valid_BT, spans_of(batch), turn)
 
   rows = P(row_axes())
   x_BTD, cache, context = by_rows(
@@ -92,7 +95,7 @@ def moe_layer(
   y_BTD, _, measured = measured_block(
     {name: value for name, value in params.items() if name != "selection_bias"},
     normed_BTD,
-    context.segment_BT > 0,
+    context.valid_BT,
     params.get("selection_bias"),
     gating=config.gating,
     config=balance,
@@ -186,15 +189,20 @@ def _mix_rows(
 ) -> tuple[Array, Array, Cache]:
   """``_mix`` on the rows of one device."""
   mixer = mixers.grouped_query if isinstance(config.attention, GroupedQuery) else mixers.latent
-  normed_BTD = rms_norm(x_BTD, params["attention_norm"], config.norm_eps)
+
+  def normed(x_BTD: Array, name: str) -> Array:
+    """Selects here, not in what attention returns: it costs nothing as a part of the norm."""
+    normed_BTD = rms_norm(x_BTD, params[name], config.norm_eps)
+    return jnp.where(context.valid_BT[..., None], normed_BTD, jnp.zeros((), x_BTD.dtype))
+
   attend = functools.partial(_attend, context, how)
-  y_BTD, new = mixer(params, normed_BTD, context.turn, config, attend)
+  y_BTD, new = mixer(params, normed(x_BTD, "attention_norm"), context.turn, config, attend)
   x_BTD += y_BTD
   cache = {
     name: lax.dynamic_update_index_in_dim(cache[name], value, index, axis=0)
     for name, value in new.items()
   }
-  return x_BTD, rms_norm(x_BTD, params["mlp_norm"], config.norm_eps), cache
+  return x_BTD, normed(x_BTD, "mlp_norm"), cache
 
 
 def _attend(
