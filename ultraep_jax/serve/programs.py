@@ -20,6 +20,9 @@ from ultraep_jax.serve.packing import Packing, aligned
 from ultraep_jax.types import Array, LayerStats
 
 _COMPILE_WORKERS = 4
+# Triton's matmuls, which lose to cuBLAS when XLA tries both, keep it from reading the weights of a
+# layer in a scan in place: it copies them out first. Other backends ignore this.
+_COMPILER_OPTIONS: Any = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Outputs(NamedTuple):
@@ -76,7 +79,10 @@ class Programs:
         if self.config.return_cache
       }
     with concurrent.futures.ThreadPoolExecutor(_COMPILE_WORKERS) as pool:
-      waiting = {key: pool.submit(low.compile) for key, low in [*prefill.items(), *cut.items()]}
+      waiting = {
+        key: pool.submit(low.compile, _COMPILER_OPTIONS)
+        for key, low in [*prefill.items(), *cut.items()]
+      }
       done = {
         key: future.result() for key, future in progress(waiting.items(), "compile", "program")
       }
