@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import math
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep_jax.bench import prefill, prefill_loads, prefill_text
+from ultraep_jax.bench import prefill, prefill_loads, prefill_profile, prefill_text, timing
 from ultraep_jax.bench.prefill_arrivals import Point, find_limit, growth, offer, poisson_arrivals
 from ultraep_jax.serve import Prefilled, QueueFull
 
@@ -199,6 +200,43 @@ def test_limit_counts_its_tries_and_knows_when_nothing_holds():
 
   limit = find_limit(measure, [queue_point(8.0)], bound=0.05, tries=3)
   assert measured == [4.0, 2.0, 1.0] and limit == (0.0, 1.0, 0.0)
+
+
+# --- profiles --------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+  name: str
+  start_ns: int
+  duration_ns: int
+
+
+def test_a_layer_is_from_dispatch_to_dispatch(monkeypatch):
+  """Two whole layers, with kernels side by side and one under another."""
+  one = [
+    Event("dispatch_mosaic_gpu_kernel", 0, 1000),
+    Event("gated_matmul_mosaic_gpu_kernel", 1500, 4000),
+    Event("loop_add_fusion_1", 5000, 1000),
+    Event("loop_add_fusion_2", 5200, 100),
+  ]
+  layers = [e._replace(start_ns=e.start_ns + 8000 * n) for n in range(3) for e in one]
+  events = [Event("memset", -9000, 500), *layers]
+  monkeypatch.setattr(timing, "device_events", lambda run: [[], events])
+  row = prefill_profile.profile({"quota": lambda: 0})["quota"]
+  assert row["layer_us"] == 8 and row["kernels"] == 4 and row["batch_ms"] >= 0
+  assert row["kinds_us"] == pytest.approx({"dispatch": 1, "experts": 4, "other": 1.1})
+  assert row["gaps_us"] == pytest.approx(0.5 + 2)
+  text = prefill_profile.profile_table({"quota": row, "none": {"batch_ms": 2.0}})
+  assert text.splitlines()[1].split()[2:6] == ["8.00", "4.00", "1.00", "0.00"]
+
+
+def test_profiles_batches_without_a_gpu(tmp_path, capsys):
+  path = tmp_path / "profile.json"
+  flags = f"{RUN} --ranks 2 --skew 1 --strategies none quota --buckets 32 64 --profile"
+  assert prefill.main([*flags.split(), "--json", str(path)]) == 0
+  rows = json.loads(path.read_text())["profile"]
+  assert set(rows) == {"none", "quota"} and all(row["batch_ms"] > 0 for row in rows.values())
+  assert "a batch of 64 tokens a rank" in capsys.readouterr().out
 
 
 # --- the whole -------------------------------------------------------------------------------

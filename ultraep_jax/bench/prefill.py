@@ -14,6 +14,8 @@ no plan can come.
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -28,12 +30,19 @@ import numpy as np
 from flax import nnx
 
 from ultraep_jax import models
-from ultraep_jax.bench import prefill_model, prefill_report, prefill_soak, prefill_text
+from ultraep_jax.bench import (
+  prefill_model,
+  prefill_profile,
+  prefill_report,
+  prefill_soak,
+  prefill_text,
+)
 from ultraep_jax.bench.prefill_arrivals import Point, find_limit, offer, poisson_arrivals
 from ultraep_jax.bench.prefill_loads import planned, rank_imbalance, reachable_floor
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.serve import EngineConfig, PrefillEngine
 from ultraep_jax.serve.metrics import imbalance
+from ultraep_jax.serve.programs import Programs
 from ultraep_jax.types import LayerStats
 
 STRATEGIES = ("none", "quota", "ideal")
@@ -84,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--tries", type=int, default=5, help="more rates to find what is held")
   parser.add_argument("--saturate", type=int, default=8, help="full batches that arrive at once")
   parser.add_argument("--requests", type=int, help="instead: a soak of so many requests")
+  parser.add_argument(
+    "--profile", action="store_true", help="instead: times of a full batch by kind of kernel"
+  )
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
   parser.add_argument("--plot", type=pathlib.Path, help="write a figure to this file")
@@ -95,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
   mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=axis_types, devices=devices)
   with jax.set_mesh(mesh):
     bench = Bench(args)
+    if args.profile:
+      return bench.profile()
     with contextlib.ExitStack() as stack:
       bench.start(stack)
       return bench.soak() if args.requests else bench.measure_all()
@@ -283,6 +297,24 @@ class Bench:
       status |= failed > 0 or samples[-1].compilations > 0
     self._save()
     return int(status)
+
+  def profile(self) -> int:
+    """One full batch, without the engines."""
+    config = dataclasses.replace(self.config, buckets=self.config.buckets[-1:])
+    (batch,) = prefill_model.Probe(self.model, config).batches(self.prompts, most=1)
+    runs = {}
+    for name in self.args.strategies:
+      model = prefill_model.balanced_by(self.model, self._balance(name))
+      programs = Programs(model, config)
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        programs.compile()
+      runs[name] = functools.partial(programs.run, batch)
+    self.results["profile"] = prefill_profile.profile(runs)
+    self.say(f"a batch of {config.buckets[0]} tokens a rank; us a layer on the first GPU")
+    print(prefill_profile.profile_table(self.results["profile"]), flush=True)
+    self._save()
+    return 0
 
   def _measure(self, name: str, rate: float) -> Point:
     """Offers one rate and adds what came of it to the results."""
