@@ -21,7 +21,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.grouped_matmul_wgrad import grouped_matmul_wgrad
 from pallas_kernels.tunings import Tunings
 from ultraep_jax.bench import contest
-from ultraep_jax.bench.layer_problem import SHAPES
+from ultraep_jax.bench.layer_problem import LARGE, SHAPES
 from ultraep_jax.bench.matmul_problems import (
   DENSE,
   PROBLEMS,
@@ -35,7 +35,7 @@ from ultraep_jax.types import Array
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("what", nargs="+", choices=["check", "time"])
-  parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+  parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(LARGE))
   parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
   parser.add_argument("--rows", nargs="+", type=int, default=[32768, 65536])
   parser.add_argument("--skew", type=float, default=1.0, help="of the group sizes, 0: equal")

@@ -25,7 +25,7 @@ import jax
 
 from ultraep_jax import processes
 from ultraep_jax.bench import layer_plot, layer_tables
-from ultraep_jax.bench.layer_problem import AXIS, LOADS, SHAPES, Arrays, Problem, scaled
+from ultraep_jax.bench.layer_problem import AXIS, LARGE, LOADS, SHAPES, Arrays, Problem, scaled
 from ultraep_jax.bench.layer_times import Case, Programs, check, measure
 from ultraep_jax.bench.layer_variants import VARIANTS
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+  parser.add_argument("--shapes", nargs="+", default=list(LARGE), choices=list(SHAPES))
   parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 1.3, 2.0, 3.0])
   parser.add_argument("--loads", default="zipf", choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)

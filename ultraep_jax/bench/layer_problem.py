@@ -34,7 +34,9 @@ SHAPES = {
   "qwen3-235b": Shape(4096, 1536, 8),
   "glm4.5-106b": Shape(4096, 1408, 8),
   "deepseek-v3": Shape(7168, 2048, 8),
+  "qwen3-30b": Shape(2048, 768, 8),
 }
+LARGE = ("qwen3-235b", "glm4.5-106b", "deepseek-v3")
 
 
 def scaled(name: str, args: argparse.Namespace) -> Shape:

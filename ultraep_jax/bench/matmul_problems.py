@@ -72,6 +72,8 @@ class Problem:
     wide: D.
     inner: F.
     skew: of the group sizes, 0: about equal.
+    home: slots of home experts.
+    replica: slots of copies.
   """
 
   name: str
@@ -80,12 +82,16 @@ class Problem:
   wide: int
   inner: int
   skew: float = 1.0
+  home: int = HOME
+  replica: int = REPLICA
 
   @classmethod
-  def of(cls, name: str, model: str, rows: int, scale: int = 1, skew: float = 1.0) -> "Problem":
-    """With all sizes divided by ``scale``, and rounded up to what the kernels know."""
+  def of(
+    cls, name: str, model: str, rows: int, scale: int = 1, skew: float = 1.0, **slots: int
+  ) -> "Problem":
+    """With all sizes but slots divided by ``scale``, and rounded up to what the kernels know."""
     wide, inner = (-(-size // (128 * scale)) * 128 for size in SHAPES[model][:2])
-    return cls(name, model, max(rows // scale // 8 * 8, 256), wide, inner, skew)
+    return cls(name, model, max(rows // scale // 8 * 8, 256), wide, inner, skew, **slots)
 
   @property
   def operation(self) -> str:
@@ -110,7 +116,7 @@ class Problem:
   def sizes(self) -> np.ndarray:
     """Of the groups; a few rows are not used."""
     used = self.rows - min(self.rows // 8, 999)
-    return group_sizes(np.random.default_rng(0), HOME + REPLICA, used, self.skew)
+    return group_sizes(np.random.default_rng(0), self.home + self.replica, used, self.skew)
 
   @property
   def flop(self) -> float:
@@ -170,8 +176,8 @@ def used_part(result: Array, sizes: Array) -> Array:
   return jnp.where(used[:, None], result, 0)
 
 
-def _pair(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  return (HOME, *shape), (REPLICA, *shape)
+def _pair(problem: Problem, *shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  return (problem.home, *shape), (problem.replica, *shape)
 
 
 def _product(problem: Problem) -> Parts:
@@ -184,7 +190,7 @@ def _product(problem: Problem) -> Parts:
     return lax.ragged_dot(rows, weights.mT if transpose else weights, sizes)
 
   return Parts(
-    shapes=((problem.rows, shape[1] if transpose else shape[0]), *_pair(*shape)),
+    shapes=((problem.rows, shape[1] if transpose else shape[0]), *_pair(problem, *shape)),
     kernel=functools.partial(grouped_matmul, transpose_rhs=transpose),
     dense=lambda rows, weight: rows @ (weight.T if transpose else weight),
     dense_operands=lambda rows, home, _: (rows, home[0]),
@@ -199,17 +205,17 @@ def _wgrad(problem: Problem) -> Parts:
   numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
   def kernel(rows: Array, grad: Array, sizes: Array, **tuning: Any) -> Any:
-    return grouped_matmul_wgrad(rows, grad, sizes, HOME, **tuning)
+    return grouped_matmul_wgrad(rows, grad, sizes, problem.home, **tuning)
 
   def dense(rows: Array, grad: Array) -> Array:
     return jnp.einsum("ck,cn->kn", rows, grad, preferred_element_type=jnp.float32)
 
   def ragged(rows: Array, grad: Array, sizes: Array) -> tuple[Array, Array]:
     grads = lax.ragged_dot_general(rows, grad, sizes, numbers, preferred_element_type=jnp.float32)
-    return grads[:HOME], grads[HOME:]
+    return grads[: problem.home], grads[problem.home :]
 
   def portable(rows: Array, grad: Array, sizes: Array) -> Any:
-    return experts.grouped_matmul_wgrad(rows, grad, sizes, HOME)
+    return experts.grouped_matmul_wgrad(rows, grad, sizes, problem.home)
 
   return Parts(
     shapes=tuple((problem.rows, width) for width in problem.widths),
@@ -234,7 +240,7 @@ def _gated(problem: Problem) -> Parts:
     inner_CF = jax.nn.silu(gate_CF) * up_CF
     return (inner_CF, gate_CF, up_CF) if keep else (inner_CF, None, None)
 
-  (home, replica), rows = _pair(problem.wide, problem.inner), (problem.rows, problem.wide)
+  (home, replica), rows = _pair(problem, problem.wide, problem.inner), (problem.rows, problem.wide)
   split = problem.name.endswith("split")
   return Parts(
     shapes=(rows, home, home, replica, replica),
@@ -290,7 +296,7 @@ def _sum(problem: Problem) -> Parts:
       jnp.concatenate([home[0], other_home[0]], axis=1),
     )
 
-  pair, rows = _pair(problem.wide, problem.inner), (problem.rows, problem.inner)
+  pair, rows = _pair(problem, problem.wide, problem.inner), (problem.rows, problem.inner)
   return Parts(
     shapes=(rows, rows, *pair, *pair),
     kernel=kernel,

@@ -24,7 +24,7 @@ from pallas_kernels.tunings import Tuning
 from ultraep_jax.bench import contest, tune_matmuls, tune_transfers, tuning_table
 from ultraep_jax.bench.contest import Choice, Contest, Outcome
 from ultraep_jax.bench.layer_problem import SHAPES
-from ultraep_jax.bench.matmul_problems import DENSE, PROBLEMS, Problem
+from ultraep_jax.bench.matmul_problems import DENSE, HOME, PROBLEMS, REPLICA, Problem
 from ultraep_jax.bench.portable import AXIS
 
 DEFAULT = "default"
@@ -68,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="default: all, on one GPU matmuls",
   )
   add("--rows", type=int, default=32768, help="of a matmul")
+  add("--home", type=int, default=HOME, help="slots of home experts, of a matmul")
+  add("--replica", type=int, default=REPLICA, help="slots of copies")
   add("--write", type=pathlib.Path, help="the JSON file to make, or to put results into")
   add("--seconds", type=float, default=180.0, help="after which nothing is begun")
   add("--least-gain", type=float, default=0.01, help="that a candidate must have")
@@ -112,7 +114,8 @@ def subjects(args: argparse.Namespace) -> list[Subject]:
 
 
 def _matmul(name: str, model: str, args: argparse.Namespace) -> Subject:
-  problem = Problem.of(name, model, args.rows, args.scale)
+  slots = {"home": args.home, "replica": args.replica}
+  problem = Problem.of(name, model, args.rows, args.scale, **slots)
   tunings = {DEFAULT: problem.default, **tune_matmuls.candidates(problem, args.more)}
   competing = tune_matmuls.contest(problem, tunings)
   return Subject(problem.operation, problem.widths, tunings, competing, problem.ratio)
