@@ -274,6 +274,25 @@ def test_a_mesh_of_experts_alone(axis_type, size):
 
 
 @both_kinds
+def test_a_second_eager_call_compiles_nothing(mesh):
+  model, x, compiled = make_model(), make_x(), []
+
+  def listen(event, duration_secs, **_):
+    if "backend_compile" in event:
+      compiled.append(event)
+
+  jax.block_until_ready(model(x))
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    jax.block_until_ready(model(x))
+    assert not compiled
+    jax.jit(lambda x: x + 1)(x)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert compiled
+
+
+@both_kinds
 @pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "expert"))])
 def test_inputs_may_arrive_in_any_sharding(mesh, spec):
   model, x = make_model(), jax.device_put(make_x(), spec)

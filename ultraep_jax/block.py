@@ -176,8 +176,9 @@ def _route(
   token_axes: tuple[str, ...],
 ) -> Routed:
   logits = router_logits(x, router_DE)
-  choose = functools.partial(gating_lib.gate, config=gating, implementation=implementation)
-  index, gate, scores = _by_token(choose, token_axes, logits, bias_E, mask)
+  index, gate, scores = _choose(
+    logits, bias_E, mask, gating=gating, implementation=implementation, token_axes=token_axes
+  )
   return Routed(
     expert_index=index,
     gate=gate,
@@ -187,12 +188,16 @@ def _route(
   )
 
 
-def _by_token(
-  choose: Callable[..., Gating],
-  token_axes: tuple[str, ...],
+# Compiled as a whole when called eagerly, as in a notebook.
+@functools.partial(jax.jit, static_argnames=("gating", "implementation", "token_axes"))
+def _choose(
   logits: Array,
   bias_E: Array | None,
   mask: Array | None,
+  *,
+  gating: GatingConfig,
+  implementation: Implementation,
+  token_axes: tuple[str, ...],
 ) -> Gating:
   """Every device chooses for its own tokens.
 
@@ -203,7 +208,7 @@ def _by_token(
     logits, mask = jax.tree.map(lambda leaf: jax.reshard(leaf, by_token), (logits, mask))
 
   def local(logits: Array, bias_E: Array | None, mask: Array | None) -> Gating:
-    return choose(logits, bias_E=bias_E, mask_T=mask)
+    return gating_lib.gate(logits, gating, bias_E, mask, implementation=implementation)
 
   specs = (by_token, P(), by_token)
   return jax.shard_map(local, in_specs=specs, out_specs=by_token)(logits, bias_E, mask)
