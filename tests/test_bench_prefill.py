@@ -222,10 +222,12 @@ def test_a_layer_is_from_dispatch_to_dispatch(monkeypatch):
   layers = [e._replace(start_ns=e.start_ns + 8000 * n) for n in range(3) for e in one]
   events = [Event("memset", -9000, 500), *layers]
   monkeypatch.setattr(timing, "device_events", lambda run: [[], events])
-  row = prefill_profile.profile({"quota": lambda: 0})["quota"]
+  row = prefill_profile.profile({"quota": lambda: 0}, layers=3)["quota"]
   assert row["layer_us"] == 8 and row["kernels"] == 4 and row["batch_ms"] >= 0
   assert row["kinds_us"] == pytest.approx({"dispatch": 1, "experts": 4, "other": 1.1})
   assert row["gaps_us"] == pytest.approx(0.5 + 2)
+  several_rounds = prefill_profile.profile({"quota": lambda: 0}, layers=2)["quota"]
+  assert set(several_rounds) == {"batch_ms"}
   text = prefill_profile.profile_table({"quota": row, "none": {"batch_ms": 2.0}})
   assert text.splitlines()[1].split()[2:6] == ["8.00", "4.00", "1.00", "0.00"]
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from programs import kernels
 
@@ -330,8 +331,10 @@ def test_gate_rejects_a_bias_it_would_not_use():
 # --- on kernels ------------------------------------------------------------------------------
 
 
-def one_device():
-  return jax.set_mesh(jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1]))
+def on_one_device(function):
+  """Inside a ``shard_map``, where the kernel may be taken."""
+  mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
+  return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
 # DeepSeek-V3's kind, small; and no groups, no bias.
@@ -376,10 +379,9 @@ def test_the_kernel_chooses_as_lax_top_k_does(kind):
 
     return jax.grad(loss, has_aux=True)(logits), jax.vmap(choose)(logits, mask)
 
-  with one_device():
-    want = jax.jit(lambda: results("portable"))()
-    with interpreted():
-      got = jax.block_until_ready(jax.jit(lambda: results("mosaic_gpu"))())
+  want = on_one_device(lambda: results("portable"))()
+  with interpreted():
+    got = jax.block_until_ready(on_one_device(lambda: results("mosaic_gpu"))())
   chex.assert_trees_all_equal(got, want)
 
 
@@ -396,9 +398,8 @@ def test_the_kernel_lowers_in_checkpointed_scans(kind):
   def loss(logits):
     return jax.lax.scan(row, jnp.float32(0), (logits, mask))
 
-  with one_device():
-    traced = jax.jit(jax.grad(loss, has_aux=True)).trace(logits)
-    assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+  traced = on_one_device(jax.grad(loss, has_aux=True)).trace(logits)
+  assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
   assert len(kernels(traced.jaxpr)) == 2 * (3 if kind == "groups" else 1)
 
 
@@ -413,21 +414,24 @@ def test_the_kernel_is_for_tokens_of_one_device(monkeypatch):
     with jax.set_mesh(mesh) if mesh is not None else jax.enable_x64(False):
       return jax.jit(choose).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
 
-  with pytest.raises(NotImplementedError, match="expected those of one device, or a shard_map"):
-    lowered("mosaic_gpu", mesh)
-  with pytest.raises(NotImplementedError, match="expected those of one device, or a shard_map"):
-    lowered("mosaic_gpu", None)
+  one = jax.make_mesh((1,), ("expert",), (AxisType.Explicit,), devices=jax.devices()[:1])
+  for where in (mesh, one, None):
+    with pytest.raises(NotImplementedError, match="expected those of one device, in a shard_map"):
+      lowered("mosaic_gpu", where)
   monkeypatch.setattr(implementation, "resolve", lambda _: ("mosaic_gpu", "portable"))
-  assert "mosaic_gpu" not in lowered("auto", mesh)
-  for axis_type in (AxisType.Auto, AxisType.Explicit):
-    one = jax.make_mesh((1,), ("expert",), (axis_type,), devices=jax.devices()[:1])
-    assert lowered("auto", one).count("custom_call @mosaic_gpu") == 1
+  for where in (mesh, one, None):
+    assert "mosaic_gpu" not in lowered("auto", where)
+  choose = on_one_device(lambda x: gate(x, config).expert_index_TK)
+  text = choose.trace(logits).lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("custom_call @mosaic_gpu") == 1
 
 
 def test_no_tokens_and_many_experts_are_left_to_lax_top_k(monkeypatch):
   monkeypatch.setattr(implementation, "resolve", lambda _: ("mosaic_gpu", "portable"))
-  with one_device():
-    few = GatingConfig(num_experts=16, num_experts_per_tok=3)
-    assert gate(jnp.zeros((2, 0, 16)), few).expert_index_TK.shape == (2, 0, 3)
-    many = GatingConfig(num_experts=2048, num_experts_per_tok=2)
-    np.testing.assert_array_equal(gate(jnp.zeros((1, 2048)), many).expert_index_TK, [[0, 1]])
+  few = GatingConfig(num_experts=16, num_experts_per_tok=3)
+  many = GatingConfig(num_experts=2048, num_experts_per_tok=2)
+  none, first = on_one_device(
+    lambda: (gate(jnp.zeros((2, 0, 16)), few), gate(jnp.zeros((1, 2048)), many))
+  )()
+  assert none.expert_index_TK.shape == (2, 0, 3)
+  np.testing.assert_array_equal(first.expert_index_TK, [[0, 1]])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ultraep_jax import gating as gating_lib
+from ultraep_jax.checks import check_config
 from ultraep_jax.config import BalanceConfig, Implementation, check_int
 from ultraep_jax.gating import Gating, GatingConfig
 from ultraep_jax.mesh import is_explicit, shard
@@ -104,6 +105,7 @@ def measured_block(
   token_axes: tuple[str, ...] | None,
 ) -> tuple[Array, Routed, Measured]:
   """``apply_moe``, with what ``block_stats`` makes its statistics of."""
+  check_config(config)
   check_mesh(axis_name, gating.num_experts)
   _check_tokens(x, mask, params["router"].shape[0])
   x = x if dtype is None else x.astype(dtype)

@@ -45,7 +45,8 @@ class BalanceConfig:
       the plan that they bring about. Every assignment crosses the links for itself, up to K
       times the bytes, and a token's experts are summed in the order of its choices.
     implementation: ``"mosaic_gpu"`` (kernels for Hopper GPUs), ``"portable"`` (plain JAX) or
-      ``"auto"``: per operation, a kernel if it can do it here.
+      ``"auto"``: per operation, a kernel if it can do it here. In the Flax modules also of the
+      router's choice.
     dispatch_dtype: what tokens cross to their experts in: ``"float8_e4m3fn"``, with a float32
       scale per 128 channels, or ``None``, the compute dtype. Experts compute on the rounded
       tokens, wherever they run; gradients are those of the tokens as they are (straight-through)

@@ -99,7 +99,7 @@ def gate(
       ``config.use_selection_bias``.
     mask_T: ``[...]`` bool, False where a token takes no part; its logits may be anything.
     implementation: of the choice, as in ``BalanceConfig``; results are the same. The kernel takes
-      what is one device's: arrays of the only device, or those inside a ``shard_map``.
+      what is one device's, inside a ``shard_map`` over all mesh axes.
 
   Raises:
     ValueError: shapes disagree, or the bias is missing or not expected.
@@ -229,13 +229,13 @@ def _best_on_gpu(score: Array, count: int) -> Array:
   """The same, by a kernel that XLA does not know how to split.
 
   Raises:
-    NotImplementedError: the scores may be of several devices, or the kernel cannot take them.
+    NotImplementedError: the scores may be of several devices or of a CPU, or the kernel cannot
+      take them.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  one_device = (jax.device_count() if mesh.empty else mesh.size) == 1
-  if not one_device and (mesh.empty or not mesh.are_all_axes_manual):
+  if mesh.empty or not mesh.are_all_axes_manual:
     raise NotImplementedError(
-      f"scores: expected those of one device, or a shard_map over all of {mesh.axis_names}"
+      f"scores: expected those of one device, in a shard_map over all mesh axes, got {mesh}"
     )
 
   @jax.custom_batching.custom_vmap

@@ -9,7 +9,6 @@ from jax.core import Tracer
 from ultraep_jax.types import Array
 
 _TABLES = 64
-_FEW = 32  # groups that are compared with each element
 
 
 def check_expert_index(expert_index: Array, num_experts: int) -> None:
@@ -94,9 +93,6 @@ def _count(group_A: Array, num_groups: int) -> Array:
 
   Neighbours count in tables of their own: on a GPU, additions to one number are made one by one.
   """
-  if num_groups <= _FEW:  # a reduction, which fuses with what makes the groups
-    of_group_AN = group_A[:, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, :]
-    return jnp.sum(of_group_AN, axis=0, dtype=jnp.int32)
   table_A = jnp.arange(group_A.size, dtype=jnp.int32) % _TABLES
   count_XN = jnp.zeros((_TABLES, num_groups), jnp.int32).at[table_A, group_A].add(1, mode="drop")
   return jnp.sum(count_XN, axis=0, dtype=jnp.int32)

@@ -14,6 +14,8 @@ from ultraep_jax.relay import egress_per_rank
 from ultraep_jax.route import slot_sizes
 from ultraep_jax.types import Array, LayerStats, Plan, Routes
 
+_FEW_KINDS = 10  # eight ranks; counters are faster where there are many
+
 
 class Measured(NamedTuple):
   """What one rank keeps of a layer for its statistics.
@@ -80,8 +82,17 @@ def measure(
     replica_expert_GS=plan.replica_expert if slots else None,
     parent_GS=plan.parent if slots else None,
     rounds=rounds,
-    count_X=expert_load(kind_TK, num_ranks + 2),
+    count_X=_count(kind_TK, num_ranks + 2),
   )
+
+
+def _count(kind_TK: Array, num_kinds: int) -> Array:
+  """``[num_kinds]`` int32, how many there are of each; others are counted nowhere."""
+  if num_kinds > _FEW_KINDS:
+    return expert_load(kind_TK, num_kinds)
+  # A reduction that fuses with what makes the kinds. Additions to counters would not.
+  is_kind_AX = kind_TK.reshape(-1)[:, None] == jnp.arange(num_kinds, dtype=jnp.int32)[None, :]
+  return jnp.sum(is_kind_AX, axis=0, dtype=jnp.int32)
 
 
 def sum_counts(count_X: Array, axis_name: str) -> Counts:

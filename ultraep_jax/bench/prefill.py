@@ -310,7 +310,7 @@ class Bench:
         warnings.simplefilter("ignore", UserWarning)
         programs.compile()
       runs[name] = functools.partial(programs.run, batch)
-    self.results["profile"] = prefill_profile.profile(runs)
+    self.results["profile"] = prefill_profile.profile(runs, sum(self.model.config.is_moe))
     self.say(f"a batch of {config.buckets[0]} tokens a rank; us a layer on the first GPU")
     print(prefill_profile.profile_table(self.results["profile"]), flush=True)
     self._save()

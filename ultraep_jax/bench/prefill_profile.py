@@ -21,16 +21,18 @@ KINDS = {
 }
 
 
-def profile(runs: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+def profile(runs: Mapping[str, Callable[[], Any]], layers: int) -> dict[str, dict[str, Any]]:
   """Times one batch of each strategy: the whole batch, in turn with others, and a layer of it.
 
   Args:
     runs: by strategy, what starts the batch.
+    layers: with experts, of a batch.
 
   Returns:
-    By strategy, ``batch_ms``; and on GPUs with the kernels ``layer_us``, from one layer's dispatch
-    to the next one's, ``kernels``, how many start in that time, ``kinds_us``, what they take, and
-    ``gaps_us``, when none ran. All on the first device, on average over layers.
+    By strategy, ``batch_ms``; and on GPUs with the kernels, where layers take one round each,
+    ``layer_us``, from one layer's dispatch to the next one's, ``kernels``, how many start in that
+    time, ``kinds_us``, what they take, and ``gaps_us``, when none ran. All on the first device, on
+    average over layers.
   """
   seconds = timing.in_turn(runs, _REPEATS, 1)
   rows: dict[str, dict[str, Any]] = {}
@@ -39,16 +41,16 @@ def profile(runs: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
     jax.block_until_ready(run())
     devices = [events for events in timing.device_events(run) if events]
     if devices:
-      rows[name] |= _layers(devices[0])
+      rows[name] |= _layers(devices[0], layers)
   return rows
 
 
-def _layers(events: Sequence[Any]) -> dict[str, Any]:
+def _layers(events: Sequence[Any], layers: int) -> dict[str, Any]:
   """What happens between the first dispatch of a batch and the last, a layer."""
   starts = [i for i, event in enumerate(events) if event.name.startswith("dispatch")]
-  layers = len(starts) - 1
-  if layers < 1:
+  if len(starts) != layers or layers < 2:
     return {}
+  layers -= 1
   inside = events[starts[0] : starts[-1]]
   times: dict[str, float] = {}
   busy, end = 0.0, float(inside[0].start_ns)

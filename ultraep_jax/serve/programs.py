@@ -20,8 +20,8 @@ from ultraep_jax.serve.packing import Packing, aligned
 from ultraep_jax.types import Array, LayerStats
 
 _COMPILE_WORKERS = 4
-# Triton's matmuls, which lose to cuBLAS when XLA tries both, keep it from reading the weights of a
-# layer in a scan in place: it copies them out first. Other backends ignore this.
+# Where XLA may use Triton's matmuls, it copies a layer's weights out of their stack for them, also
+# if it then finds cuBLAS faster; docs/benchmarks.md has what that took. Other backends ignore this.
 _COMPILER_OPTIONS: Any = {"xla_gpu_enable_triton_gemm": False}
 
 
