@@ -33,6 +33,17 @@ DEFAULT_CONFIG = BalanceConfig()
 DEFAULT_INIT = jax.nn.initializers.lecun_normal()
 
 
+class Block(NamedTuple):
+  """What is fixed of a block; the fields are those of ``nnx.MoE``."""
+
+  gating: GatingConfig
+  config: BalanceConfig
+  activation: Activation
+  dtype: DTypeLike | None
+  axis_name: str
+  token_axes: tuple[str, ...] | None
+
+
 class MoEAux(NamedTuple):
   """What a MoE module returns beside its output.
 
@@ -64,30 +75,11 @@ def apply_moe(
   x: Array,
   mask: Array | None,
   bias_E: Array | None,
-  *,
-  gating: GatingConfig,
-  config: BalanceConfig,
-  activation: Activation,
-  dtype: DTypeLike | None,
-  axis_name: str,
-  token_axes: tuple[str, ...] | None,
+  block: Block,
 ) -> tuple[Array, MoEAux]:
   """The block as a pure function of its parameters, named as in ``nnx.MoE``."""
-  y, routed, measured = measured_block(
-    params,
-    x,
-    mask,
-    bias_E,
-    gating=gating,
-    config=config,
-    activation=activation,
-    dtype=dtype,
-    axis_name=axis_name,
-    token_axes=token_axes,
-  )
-  stats = block_stats(
-    measured, params, y.dtype, config=config, axis_name=axis_name, token_axes=token_axes
-  )
+  y, routed, measured = measured_block(params, x, mask, bias_E, block)
+  stats = block_stats(measured, params, y.dtype, block)
   return y, MoEAux(stats, routed.load_balance_loss, routed.router_z_loss, routed.expert_load_E)
 
 
@@ -96,15 +88,10 @@ def measured_block(
   x: Array,
   mask: Array | None,
   bias_E: Array | None,
-  *,
-  gating: GatingConfig,
-  config: BalanceConfig,
-  activation: Activation,
-  dtype: DTypeLike | None,
-  axis_name: str,
-  token_axes: tuple[str, ...] | None,
+  block: Block,
 ) -> tuple[Array, Routed, Measured]:
   """``apply_moe``, with what ``block_stats`` makes its statistics of."""
+  gating, config, activation, dtype, axis_name, token_axes = block
   check_config(config)
   check_mesh(axis_name, gating.num_experts)
   _check_tokens(x, mask, params["router"].shape[0])
@@ -135,10 +122,8 @@ def block_stats(
   measured: Measured,
   params: dict[str, Array],
   dtype: DTypeLike,
+  block: Block,
   *,
-  config: BalanceConfig,
-  axis_name: str,
-  token_axes: tuple[str, ...] | None,
   scanned: bool = False,
 ) -> LayerStats:
   """The statistics of ``measured_block``; of several, stacked, at once with ``scanned``.
@@ -147,17 +132,15 @@ def block_stats(
     measured: by the blocks.
     params: of a block, or stacked as well; only their shapes matter.
     dtype: of the computation.
-    config: of the blocks, like all that follows.
-    axis_name: likewise.
-    token_axes: likewise.
+    block: what the blocks have in common.
     scanned: whether there is a first axis of blocks.
   """
   return layer_stats(
     measured,
     copy_bytes(jnp.dtype(dtype), _experts(params)),
-    config.domain_size,
-    axis_name=axis_name,
-    token_axes=token_axes,
+    block.config.domain_size,
+    axis_name=block.axis_name,
+    token_axes=block.token_axes,
     scanned=scanned,
   )
 

@@ -10,6 +10,7 @@ from ultraep_jax.block import (
   DEFAULT_CONFIG,
   DEFAULT_INIT,
   Activation,
+  Block,
   Initializer,
   MoEAux,
   apply_moe,
@@ -100,11 +101,7 @@ class MoE(nn.Module):
     bias = None
     if self.gating.use_selection_bias:
       bias = self.variable("router_state", "selection_bias", self._init_bias)
-    y, aux = apply_moe(
-      params,
-      x,
-      mask,
-      None if bias is None else bias.value,
+    block = Block(
       gating=self.gating,
       config=self.config,
       activation=self.activation,
@@ -112,6 +109,7 @@ class MoE(nn.Module):
       axis_name=self.axis_name,
       token_axes=self.token_axes,
     )
+    y, aux = apply_moe(params, x, mask, None if bias is None else bias.value, block)
     if update_bias is not None:
       self._step_bias(bias, aux, update_bias)
     return y, aux

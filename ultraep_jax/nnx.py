@@ -9,6 +9,7 @@ from ultraep_jax.block import (
   DEFAULT_CONFIG,
   DEFAULT_INIT,
   Activation,
+  Block,
   Initializer,
   MoEAux,
   apply_moe,
@@ -142,11 +143,8 @@ class MoE(nnx.Module):
       TypeError: a dtype is wrong.
     """
     bias = self.selection_bias[...] if self.gating.use_selection_bias else None
-    return apply_moe(
-      {name: getattr(self, name)[...] for name in self.param_names},
-      x,
-      mask,
-      bias,
+    params = {name: getattr(self, name)[...] for name in self.param_names}
+    block = Block(
       gating=self.gating,
       config=self.config,
       activation=self.activation,
@@ -154,6 +152,7 @@ class MoE(nnx.Module):
       axis_name=self.axis_name,
       token_axes=self.token_axes,
     )
+    return apply_moe(params, x, mask, bias, block)
 
   def update_bias(self, aux: MoEAux, rate: float | Array) -> None:
     """Moves the selection bias one step of ``rate`` towards balance (once per train step).

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ultraep_jax.block import block_stats, measured_block
+from ultraep_jax.block import Block, block_stats, measured_block
 from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
@@ -97,29 +97,21 @@ def moe_layer(
     normed_BTD,
     context.valid_BT,
     params.get("selection_bias"),
-    gating=config.gating,
-    config=balance,
-    activation=jax.nn.silu,
-    dtype=None,
-    axis_name=AXIS,
-    token_axes=row_axes(),
+    _block(config, balance),
   )
   return carry._replace(x_BTD=carry.x_BTD + y_BTD), measured
 
 
 def moe_stats(
-  measured: Measured, params: Params, dtype: DTypeLike, balance: BalanceConfig
+  measured: Measured,
+  params: Params,
+  dtype: DTypeLike,
+  *,
+  config: ModelConfig,
+  balance: BalanceConfig,
 ) -> LayerStats:
   """The statistics of consecutive layers, from what they measured and their stacked parameters."""
-  return block_stats(
-    measured,
-    dict(params),
-    dtype,
-    config=balance,
-    axis_name=AXIS,
-    token_axes=row_axes(),
-    scanned=True,
-  )
+  return block_stats(measured, dict(params), dtype, _block(config, balance), scanned=True)
 
 
 def dense_layer(
@@ -241,6 +233,17 @@ def check_batch(batch: PackedBatch, block: int) -> None:
       f"token_BT: expected rows that the {parts} devices of mesh axes {row_axes()} can divide, "
       f"got {rows}"
     )
+
+
+def _block(config: ModelConfig, balance: BalanceConfig) -> Block:
+  return Block(
+    gating=config.gating,
+    config=balance,
+    activation=jax.nn.silu,
+    dtype=None,
+    axis_name=AXIS,
+    token_axes=row_axes(),
+  )
 
 
 def _of_cache() -> P:

@@ -161,7 +161,9 @@ class MoETransformer(nnx.Module):
       carry, measured = lax.scan(step, carry, (index, params))
       first += len(run)
       if measured is not None:
-        all_stats.append(layers.moe_stats(measured, params, self.dtype, self.balance))
+        all_stats.append(
+          layers.moe_stats(measured, params, self.dtype, config=config, balance=self.balance)
+        )
     logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
     stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_stats) if all_stats else None
     return PrefillResult(logits_BRV, carry.cache, stats)
