@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
-from pallas_kernels.warps import (
+from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
   LAYOUT,

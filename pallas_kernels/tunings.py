@@ -13,9 +13,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_kernels import chunks, matmul_layout, matmul_pipeline, tiles
+from pallas_kernels.matmul import layout, pipeline
+from pallas_kernels.transfer import chunks, tiles
 
-Tuning = matmul_layout.Tuning | tiles.Tuning
+Tuning = layout.Tuning | tiles.Tuning
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 
@@ -32,8 +33,8 @@ class Operation:
   widths: tuple[str, ...]
 
 
-_MATMUL = Operation(matmul_layout.Tuning, ("contracted", "columns"))
-_WGRAD = Operation(matmul_layout.Tuning, ("rows", "columns"))  # of a slot's gradient
+_MATMUL = Operation(layout.Tuning, ("contracted", "columns"))
+_WGRAD = Operation(layout.Tuning, ("rows", "columns"))  # of a slot's gradient
 _EXCHANGE = Operation(chunks.Tuning, ("token bytes",))
 _TRANSFER = Operation(tiles.Tuning, ("expert bytes",))
 OPERATIONS: Mapping[str, Operation] = {
@@ -89,7 +90,7 @@ class Entry:
 class Tunings:
   """Which tuning a kernel has for which shape. Hashable.
 
-  >>> together, deferred = matmul_layout.Tuning(), matmul_layout.Tuning("deferred")
+  >>> together, deferred = layout.Tuning(), layout.Tuning("deferred")
   >>> tunings = Tunings(
   ...   (
   ...     Entry(operation="forward", widths=(4096, 1536), tuning=deferred),
@@ -219,7 +220,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       f"tuning: expected a {expected.__module__}.{expected.__name__} for {operation!r}, "
       f"got {tuning!r}"
     )
-  if isinstance(tuning, matmul_layout.Tuning):
+  if isinstance(tuning, layout.Tuning):
     if operation.startswith("wgrad") and tuning.schedule != "together":
       raise ValueError(f"schedule: expected 'together' for {operation!r}, got {tuning.schedule!r}")
     if operation.endswith("beside") and tuning.cluster > 1:
@@ -232,9 +233,9 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       )
     return
   beside = operation in ("copying", "reducing")
-  if beside and tuning.workers != matmul_pipeline.WARPGROUPS:
+  if beside and tuning.workers != pipeline.WARPGROUPS:
     raise ValueError(
-      f"workers: expected {matmul_pipeline.WARPGROUPS} for {operation!r}, got {tuning.workers}"
+      f"workers: expected {pipeline.WARPGROUPS} for {operation!r}, got {tuning.workers}"
     )
   if operation in ("reduce", "reducing"):
     shared = 2 * tuning.workers * tuning.tile_bytes
@@ -248,7 +249,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
 def _alike(operation: str, widths: tuple[int, ...], known: tuple[int, ...]) -> bool:
   if any(max(a / b, b / a) > _FARTHEST for a, b in zip(widths, known, strict=True)):
     return False
-  matmul = OPERATIONS[operation].tuning is matmul_layout.Tuning
+  matmul = OPERATIONS[operation].tuning is layout.Tuning
   return not matmul or (widths[-1] % 256 == 0) == (known[-1] % 256 == 0)
 
 

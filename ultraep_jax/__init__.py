@@ -11,8 +11,8 @@ from ultraep_jax.doctor import doctor as doctor
 from ultraep_jax.gating import GatingConfig as GatingConfig
 from ultraep_jax.moe import REMAT_NAMES as REMAT_NAMES
 from ultraep_jax.moe import moe as moe
-from ultraep_jax.plan import plan_quotas as plan_quotas
-from ultraep_jax.route import route_tokens as route_tokens
+from ultraep_jax.planning.plan import plan_quotas as plan_quotas
+from ultraep_jax.planning.route import route_tokens as route_tokens
 from ultraep_jax.sharded import sharded_moe as sharded_moe
 from ultraep_jax.types import ExpertWeights as ExpertWeights
 from ultraep_jax.types import LayerStats as LayerStats

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ultraep_jax import checks, load, stats
+from ultraep_jax import checks, stats
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import Activation, copy_bytes, measured_moe
+from ultraep_jax.planning import load
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.load import expert_load
-from ultraep_jax.relay import egress_per_rank
-from ultraep_jax.route import slot_sizes
+from ultraep_jax.planning.load import expert_load
+from ultraep_jax.planning.relay import egress_per_rank
+from ultraep_jax.planning.route import slot_sizes
 from ultraep_jax.types import Array, LayerStats, Plan, Routes
 
 _FEW_KINDS = 10  # eight ranks; counters are faster where there are many

@@ -14,21 +14,21 @@ import ultraep_jax.bench
 from ultraep_jax.commands.errors import CommandError
 
 PASSES_ARGUMENTS_ON = True
-# The modules of ``ultraep_jax.bench`` with a ``main``; the others are what these share.
-MEASUREMENTS = (
-  "layer",
-  "train",
-  "beside",
-  "exchange",
-  "grouped_matmul",
-  "plan",
-  "portable",
-  "prefill",
-  "reduce",
-  "replicate",
-  "stress",
-  "tune",
-)
+# By name, the module of ``ultraep_jax.bench`` with its ``main``.
+MEASUREMENTS = {
+  "layer": "layer.command",
+  "train": "train.command",
+  "beside": "kernels.beside",
+  "exchange": "kernels.exchange",
+  "grouped_matmul": "kernels.grouped_matmul",
+  "plan": "kernels.plan",
+  "portable": "kernels.portable",
+  "prefill": "prefill.command",
+  "reduce": "kernels.reduce",
+  "replicate": "kernels.replicate",
+  "stress": "stress.command",
+  "tune": "tune.command",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Runs the ``main`` of ``ultraep_jax.bench.<name>``, which reads the program's arguments."""
+  """Runs the measurement's ``main``, which reads the program's arguments."""
   if args.name is None and set(args.rest) <= {"--help", "-h"}:
     for name in MEASUREMENTS:
       print(f"{name:16} {_summary(name)}")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _module(name: str) -> ModuleType:
   try:
-    return importlib.import_module(f"{ultraep_jax.bench.__name__}.{name}")
+    return importlib.import_module(f"{ultraep_jax.bench.__name__}.{MEASUREMENTS[name]}")
   except ModuleNotFoundError as error:
     raise CommandError(
       f"{name} needs {error.name}; pip install 'ultraep-jax[models,paper]' has all that any needs"
@@ -64,5 +64,7 @@ def _module(name: str) -> ModuleType:
 
 def _summary(name: str) -> str:
   """A module's first line, read and not imported: some need more than the library does."""
-  path = pathlib.Path(*ultraep_jax.bench.__path__) / f"{name}.py"
+  path = pathlib.Path(*ultraep_jax.bench.__path__, *MEASUREMENTS[name].split(".")).with_suffix(
+    ".py"
+  )
   return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]

@@ -8,10 +8,10 @@ import argparse
 import dataclasses
 import json
 
-from ultraep_jax import processes
 from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.doctor import doctor
-from ultraep_jax.selfcheck import self_check
+from ultraep_jax.tools import processes
+from ultraep_jax.tools.selfcheck import self_check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

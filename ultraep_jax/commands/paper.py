@@ -12,10 +12,10 @@ import sys
 import time
 
 from ultraep_jax.commands.errors import CommandError
-from ultraep_jax.progress import progress
 from ultraep_jax.simulate import paper, plots, published, scaling, validation
 from ultraep_jax.simulate.paper import QUICK, Effort, Report
 from ultraep_jax.simulate.text import constants, difference, percent, table, to_json
+from ultraep_jax.tools.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

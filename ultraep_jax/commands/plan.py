@@ -22,8 +22,8 @@ from ultraep_jax import strategies, testing
 from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import layer_cost
-from ultraep_jax.relay import depth, egress_per_rank
-from ultraep_jax.route import row_capacity
+from ultraep_jax.planning.relay import depth, egress_per_rank
+from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 
 _WORKLOADS = ("zipf", "flat", "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)

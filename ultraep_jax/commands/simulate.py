@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ultraep_jax.commands.errors import CommandError
-from ultraep_jax.progress import progress
 from ultraep_jax.simulate.balancers import NAMES
 from ultraep_jax.simulate.calibration import for_cluster, load_calibration
 from ultraep_jax.simulate.clusters import CLUSTERS
@@ -28,6 +27,7 @@ from ultraep_jax.simulate.replay import replay, tokens_of, trace_setting
 from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
 from ultraep_jax.simulate.text import constants, table, to_json
 from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
+from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
 
 _PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")

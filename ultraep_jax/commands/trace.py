@@ -11,7 +11,7 @@ from typing import Any
 
 from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.progress import progress
+from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.megatron import import_megatron
 from ultraep_jax.trace.reader import Trace, read

@@ -10,7 +10,7 @@ import numpy as np
 
 from ultraep_jax.models.checkpoint import Checkpoint
 from ultraep_jax.models.sources import Source, check_sources
-from ultraep_jax.progress import byte_progress
+from ultraep_jax.tools.progress import byte_progress
 
 PIECE_BYTES = 2**21  # a thread reads and converts at a time: in its cache, and enough for a disk
 

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from ultraep_jax.mesh import shard
 from ultraep_jax.packed import PackedBatch, PrefillResult
-from ultraep_jax.progress import progress
 from ultraep_jax.serve.config import EngineConfig
 from ultraep_jax.serve.packing import Packing, aligned
+from ultraep_jax.tools.progress import progress
 from ultraep_jax.types import Array, LayerStats
 
 _COMPILE_WORKERS = 4

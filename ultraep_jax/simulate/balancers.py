@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultraep_jax import relay, strategies
+from ultraep_jax import strategies
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.load import position_in_group
-from ultraep_jax.route import slot_sizes
+from ultraep_jax.planning import relay
+from ultraep_jax.planning.load import position_in_group
+from ultraep_jax.planning.route import slot_sizes
 from ultraep_jax.strategies import eplb, lplb
 from ultraep_jax.types import Array, Plan, PlanCost
 

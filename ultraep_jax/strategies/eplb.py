@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig, check_int
-from ultraep_jax.plan import check_load, plan_slots
+from ultraep_jax.planning.plan import check_load, plan_slots
 from ultraep_jax.strategies import placement
 from ultraep_jax.types import Array, Plan, PlanCost
 

@@ -7,7 +7,7 @@ serves an equal share, where the quota planner decides shares and places togethe
 import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.plan import check_load, plan_slots
+from ultraep_jax.planning.plan import check_load, plan_slots
 from ultraep_jax.strategies import placement
 from ultraep_jax.types import Array, Plan, PlanCost
 

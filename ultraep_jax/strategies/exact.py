@@ -6,9 +6,9 @@ quota planner reaches the same balance and takes fewer copies where it finds the
 
 import jax.numpy as jnp
 
-from ultraep_jax import exact
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.plan import check_load, join_domains, plan_slots
+from ultraep_jax.planning import exact
+from ultraep_jax.planning.plan import check_load, join_domains, plan_slots
 from ultraep_jax.strategies import placement
 from ultraep_jax.types import Array, Plan, PlanCost
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.integers import ceil_div
-from ultraep_jax.plan import plan_slots
+from ultraep_jax.planning.integers import ceil_div
+from ultraep_jax.planning.plan import plan_slots
 from ultraep_jax.strategies import eplb, placement
 from ultraep_jax.types import Array, Plan, PlanCost
 

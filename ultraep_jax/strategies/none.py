@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.plan import home_quota
+from ultraep_jax.planning.plan import home_quota
 from ultraep_jax.types import Array, Plan, PlanCost
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.load import position_in_group
-from ultraep_jax.plan import join_domains
+from ultraep_jax.planning.load import position_in_group
+from ultraep_jax.planning.plan import join_domains
 from ultraep_jax.types import Array
 
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultraep_jax.config import BalanceConfig, check_int
-from ultraep_jax.plan import plan_quotas
-from ultraep_jax.route import row_capacity, slot_sizes
+from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.planning.route import row_capacity, slot_sizes
 from ultraep_jax.trace import format as files
 from ultraep_jax.trace.format import Columns, Manifest, TraceError
 from ultraep_jax.trace.reader import Trace, read

@@ -1,0 +1,1 @@
+"""Grouped matmuls on two operands, with transfers beside them."""

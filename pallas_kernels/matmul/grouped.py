@@ -1,0 +1,115 @@
+"""Matmuls of grouped rows with home and replica weights: forward, and the gradient to the rows."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.matmul.layout import Array, Tuning
+from pallas_kernels.matmul.rows import Contraction, multiply_rows
+from pallas_kernels.transfer.tiles import Transfer
+
+
+@functools.partial(jax.jit, static_argnames=("transpose_rhs", "tuning"))
+def grouped_matmul(
+  rows_CK: Array,
+  home_MKN: Array,
+  replica_SKN: Array,
+  group_size_P: Array,
+  *,
+  transpose_rhs: bool = False,
+  tuning: Tuning | None = None,
+) -> Array:
+  """Multiplies each group of rows by the weights of its slot.
+
+  Args:
+    rows_CK: ``[C, K]`` bfloat16, grouped by slot from row 0 on. Rows at or beyond the sum of
+      the group sizes may hold anything, NaN included.
+    home_MKN: ``[M, K, N]`` bfloat16 (``[M, N, K]`` with ``transpose_rhs``).
+    replica_SKN: ``[S, K, N]`` bfloat16, likewise; S may be 0.
+    group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
+    transpose_rhs: multiply by the transposed weights (the gradient to the rows).
+    tuning: how the kernel is laid out.
+
+  Returns:
+    ``[C, N]`` bfloat16, accumulated in float32. Rows at or beyond the sum of the group sizes
+    are not written: they hold anything.
+
+  Raises:
+    NotImplementedError: a dtype other than bfloat16, K no multiple of 64, N no multiple of 128,
+      or C below 256.
+    ValueError: shapes that do not fit together.
+  """
+  return grouped_matmul_sum(
+    [rows_CK],
+    [home_MKN],
+    [replica_SKN],
+    group_size_P,
+    transpose_rhs=transpose_rhs,
+    tuning=tuning,
+  )
+
+
+def grouped_matmul_sum(
+  rows_CK: Sequence[Array],
+  home_MKN: Sequence[Array],
+  replica_SKN: Sequence[Array],
+  group_size_P: Array,
+  *,
+  transpose_rhs: bool = False,
+  tuning: Tuning | None = None,
+) -> Array:
+  """The sum of ``grouped_matmul`` over several rows with their weights, rounded once.
+
+  With ``transpose_rhs`` it is the gradient to rows that several projections share.
+
+  Args:
+    rows_CK: ``[C, K]`` bfloat16 each; K may differ.
+    home_MKN: as many, each as in ``grouped_matmul``.
+    replica_SKN: likewise.
+    group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
+    transpose_rhs: multiply by the transposed weights.
+    tuning: how the kernel is laid out.
+
+  Returns:
+    ``[C, N]`` bfloat16, accumulated in float32; unused rows are not written.
+
+  Raises:
+    NotImplementedError: as in ``grouped_matmul``.
+    ValueError: shapes that do not fit together, or not as many rows as weights.
+  """
+  return sum_beside(
+    None, rows_CK, home_MKN, replica_SKN, group_size_P, transpose_rhs=transpose_rhs, tuning=tuning
+  )[0]
+
+
+def sum_beside(
+  transfer: Transfer | None,
+  rows_CK: Sequence[Array],
+  home_MKN: Sequence[Array],
+  replica_SKN: Sequence[Array],
+  group_size_P: Array,
+  *,
+  transpose_rhs: bool = False,
+  tuning: Tuning | None = None,
+) -> tuple[Array, Any]:
+  """``grouped_matmul_sum`` and the result of a transfer that runs beside it."""
+  if not len(rows_CK) == len(home_MKN) == len(replica_SKN) > 0:
+    raise ValueError(
+      "rows_CK, home_MKN, replica_SKN: expected as many of each, at least 1, got "
+      f"{len(rows_CK)}, {len(home_MKN)} and {len(replica_SKN)}"
+    )
+  (out_CN,), transferred = multiply_rows(
+    [
+      Contraction(rows, (home,), (replica,))
+      for rows, home, replica in zip(rows_CK, home_MKN, replica_SKN, strict=True)
+    ],
+    group_size_P,
+    transpose_rhs=transpose_rhs,
+    results=[lambda sums: sums],
+    tuning=tuning,
+    kernel_name="grouped_matmul",
+    beside=transfer,
+  )
+  return out_CN, transferred

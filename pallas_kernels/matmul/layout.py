@@ -1,0 +1,189 @@
+"""How a matmul's work is laid out: tiles, their order, and which block works on which.
+
+And what the matmul kernels expect of their operands.
+"""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.transfer import tiles
+
+Array = jax.Array
+
+DEPTH = 64  # contracted per stage: 128 bytes, the widest swizzle
+MULTIPLYING = 2  # warpgroups of a block
+_WIDEST = 256  # columns of a tile
+_SMS = 132  # of an H100 or H200
+_BLOCKS_BESIDE = 7 * _SMS  # see ``make_room``
+
+Schedule = Literal["together", "deferred", "in_turns"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+  """How a kernel is laid out on the device. It changes no result beyond rounding.
+
+  Attributes:
+    schedule: of the two warpgroups that multiply. "together": they share a tile of 128 × 256 or
+      256 × 128, and nothing is multiplied while they store it. "deferred": they store it while
+      they multiply the next one. "in_turns": each has a tile of 128 × 128 of its own, and stores
+      it while the other multiplies.
+    stages: of the ring; each has ``DEPTH`` of both operands.
+    buffers: pieces of 8 KB (64 × 64 of bfloat16, 64 × 32 of float32) that a warpgroup stores at
+      a time.
+    band: columns worked on side by side, so that the cache serves most loads.
+    blocks: 132 are the SMs of an H100 or H200. With a multiple of them, the first 132 take half
+      of the tiles, the next ones half of the rest, and so on; the device's scheduler hands them
+      out, so that an SM that another kernel holds for a while gets fewer.
+    cluster: blocks that work on neighbouring columns and load their common rows once, if the
+      columns allow.
+    auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around
+      every store to shared memory. The kernels' own are enough: no thread reads what another
+      wrote but through a barrier of the ring or ``commit_smem``.
+
+  Raises:
+    ValueError: a value is outside its range, or the stages need too much shared memory.
+    TypeError: a value has the wrong type.
+  """
+
+  schedule: Schedule = "together"
+  stages: int = 4
+  buffers: int = 2
+  band: int = 2048
+  blocks: int = 132
+  cluster: int = 1
+  auto_barriers: bool = True
+
+  def __post_init__(self) -> None:
+    if self.schedule not in get_args(Schedule):
+      raise ValueError(f"schedule: expected one of {get_args(Schedule)}, got {self.schedule!r}")
+    tiles.check_positive(self, "stages", "buffers", "band", "blocks", "cluster")
+    if not isinstance(self.auto_barriers, bool):
+      raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
+    if self.blocks % self.cluster:
+      raise ValueError(f"blocks: expected a multiple of {self.cluster}, got {self.blocks}")
+    if self.blocks > _SMS and self.blocks % _SMS:
+      raise ValueError(f"blocks: expected at most {_SMS} or a multiple of it, got {self.blocks}")
+    if self.blocks > _SMS and _SMS % self.cluster:
+      raise ValueError(f"cluster: expected a divisor of {_SMS}, got {self.cluster}")
+    if self.band < _WIDEST * self.cluster:
+      raise ValueError(f"band: expected at least {_WIDEST * self.cluster}, got {self.band}")
+    if self.ring_bytes > tiles.SHARED_BYTES:
+      raise ValueError(
+        f"stages: expected at most {tiles.SHARED_BYTES} shared bytes, got {self.ring_bytes}"
+      )
+
+  @property
+  def ring_bytes(self) -> int:
+    """Of the stages; as many for any number of weights."""
+    rows_and_cols = 256 if self.schedule == "in_turns" else 384
+    return 2 * rows_and_cols * DEPTH * self.stages
+
+  @property
+  def store_bytes(self) -> int:
+    """Of the pieces to be stored."""
+    return 2 * MULTIPLYING * self.buffers * 64 * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """Of the result, what one or both warpgroups have in registers.
+
+  Attributes:
+    strip: rows of one warpgroup.
+    cols: columns, of each weight operand.
+    strips: warpgroups that share the tile: 2, or 1 if they take turns.
+  """
+
+  strip: int
+  cols: int
+  strips: int
+
+  @property
+  def rows(self) -> int:
+    return self.strips * self.strip
+
+
+def choose_tile(rows: int, cols: int, operands: int, tuning: Tuning) -> Tile:
+  """The largest tile whose sums stay in registers: 128 × 256, 256 × 128, or 128 × 128 in turns.
+
+  Args:
+    rows: of which the tile's must be a divisor; of any number if a multiple of 256.
+    cols: of the result, a multiple of 128.
+    operands: weights that share the tile's columns.
+    tuning: whether the warpgroups take turns.
+  """
+  if tuning.schedule == "in_turns":
+    return Tile(128, 128 // operands, 1)
+  if operands == 2:
+    return Tile(64, 128, 2)
+  if cols % 256 == 0:
+    return Tile(64, 256, 2)
+  return Tile(128 if rows % 256 == 0 else 64, 128, 2)
+
+
+def make_room(beside: bool) -> Tuning:
+  """The tuning of a kernel that has none, and may share the GPU with a transfer.
+
+  The transfer holds some SMs for a while. With several waves of blocks the device gives those SMs
+  fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
+  equal ones they would miss less than one.
+  """
+  return Tuning(blocks=_BLOCKS_BESIDE) if beside else Tuning()
+
+
+def share(num_tiles: Array, block: Array, clusters: int, cluster: int) -> tuple[Array, Array, int]:
+  """First tile of a cluster of blocks, an end of its tiles, and their stride.
+
+  As many clusters as fit on the device are a wave. Each wave has half of the tiles that are
+  left, the last one all of them: an SM that comes late misses few large shares, and all end
+  within a small one. With one wave, each has every ``clusters``-th tile.
+  """
+  stride = min(clusters, _SMS // cluster)
+  waves = -(-clusters // stride)
+  wave, lane = (f(block, jnp.int32(stride)) for f in (lax.div, lax.rem))
+  left, after = (lax.shift_right_arithmetic(num_tiles, w) for w in (wave, wave + 1))
+  end = lax.select(wave == waves - 1, num_tiles, num_tiles - after)
+  # A wave of fewer tiles than clusters leaves some without.
+  return lax.min(num_tiles - left + lane, end), end, stride
+
+
+def position(t: Array, num_rows: Array | int, num_cols: int, max_band: int) -> tuple[Array, Array]:
+  """Row and column of tile t, in bands of columns: row by row within a band."""
+  num_bands = -(-num_cols // max_band)
+  band = -(-num_cols // num_bands)
+  before, in_band = (f(t, jnp.int32(num_rows * band)) for f in (lax.div, lax.rem))
+  first_col = before * band
+  width = lax.min(jnp.int32(band), num_cols - first_col)  # the last band may be narrower
+  return lax.div(in_band, width), first_col + lax.rem(in_band, width)
+
+
+def sum_before(x_N: Array) -> Array:
+  """The sum of all before each. A masked sum fuses with what surrounds it; a scan does not."""
+  i_N = jnp.arange(x_N.shape[0], dtype=jnp.int32)
+  return jnp.sum(jnp.where(i_N[None, :] < i_N[:, None], x_N[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+  if x.shape != shape:
+    raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
+
+
+def expect_bfloat16(**arrays: Array) -> None:
+  for name, x in arrays.items():
+    if x.dtype != jnp.bfloat16:
+      raise NotImplementedError(f"{name}: expected bfloat16, got {x.dtype}")
+
+
+def expect_multiple(name: str, size: int, unit: int) -> None:
+  if size % unit:
+    raise NotImplementedError(f"{name}: expected a multiple of {unit}, got {size}")
+
+
+def expect_capacity(capacity: int) -> None:
+  if capacity < 256:
+    raise NotImplementedError(f"C: expected at least 256 rows, got {capacity}")

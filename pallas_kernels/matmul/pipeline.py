@@ -1,0 +1,305 @@
+"""What the matmul kernels share: persistent blocks around a ring of stages in shared memory.
+
+Of a block's three warpgroups one loads operands by TMA into the ring and runs ahead into the next
+tile; the other two multiply. Either they work on one tile together, a strip of its rows each, or
+they take turns: each has a tile of its own, and stores it while the other multiplies.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import support, varying
+from pallas_kernels.matmul.layout import MULTIPLYING, Array, Tile, Tuning, share
+from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer.tiles import Transfer
+from pallas_kernels.warp.branches import when
+
+Scalars = tuple[Array, ...]
+
+WARPGROUPS = MULTIPLYING + 1  # with the one that loads
+_BLOCK_AXIS, _CLUSTER_AXIS, _GROUP_AXIS = tiles.BLOCK_AXIS, "cluster", tiles.WORKER_AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """The stages in shared memory, as the loading and the multiplying warpgroups see them.
+
+  Steps are counted over all tiles of a block; a step uses stage ``step % stages``. Who waits for
+  a barrier must see each of its phases, so each owner of a tile has its own ``full`` ones.
+  """
+
+  full: Any
+  free: Any
+  stages: int
+
+  def stage(self, step: Array) -> Array:
+    return lax.rem(step, jnp.int32(self.stages))
+
+  def _full(self, owner: Array, stage: Array) -> Any:
+    return self.full.at[owner * self.stages + stage]
+
+  def acquire(self, step: Array, owner: Array) -> tuple[Array, Any]:
+    """The stage to load and the barrier that loads arrive on, once its last use is over."""
+    stage = self.stage(step)
+    when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+    return stage, self._full(owner, stage)
+
+  def finish(self, steps: Array) -> None:
+    """Waits until the stages of the last of ``steps`` steps are given back."""
+
+    def wait(step: Array, _: None) -> None:
+      plgpu.barrier_wait(self.free.at[self.stage(step)])
+
+    lax.fori_loop(lax.max(steps - self.stages, jnp.int32(0)), steps, wait, None)
+
+  def multiply(
+    self,
+    owner: Array,
+    first: Array,
+    count: Array | int,
+    wgmma: Callable[[Array], None],
+    *,
+    meanwhile: Sequence[Callable[[], None]] = (),
+  ) -> None:
+    """Multiplies ``count`` stages, giving each back once the next one's product is under way.
+
+    Args:
+      owner: of the tile.
+      first: the steps before this tile.
+      count: at least as many as there is to do meanwhile.
+      wgmma: starts to multiply a stage.
+      meanwhile: what to do while the first stages are multiplied, one by one.
+    """
+
+    def step(k: Array | int, other: Callable[[], None] = lambda: None) -> None:
+      stage = self.stage(first + k)
+      plgpu.barrier_wait(self._full(owner, stage))
+      wgmma(stage)
+      other()
+      plgpu.wgmma_wait(1)
+      when(jnp.int32(k) > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + k - 1)]))
+
+    for k, other in enumerate(meanwhile):
+      step(k, other)
+    lax.fori_loop(len(meanwhile), count, lambda k, _: step(k), None)
+    plgpu.wgmma_wait(0)
+    when(count > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + count - 1)]))
+
+  def skip(self, owner: Array, first: Array, count: Array | int) -> None:
+    """Gives ``count`` stages back unused."""
+
+    def step(k: Array, _: None) -> None:
+      stage = self.stage(first + k)
+      plgpu.barrier_wait(self._full(owner, stage))
+      plgpu.commit_smem()  # One thread arrives for all: none may be left waiting.
+      plgpu.barrier_arrive(self.free.at[stage])
+
+    lax.fori_loop(0, count, step, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """A tile: how many steps it takes, and what else the kernel knows of it."""
+
+  steps: Array
+  rest: Scalars
+
+
+def persist(
+  num_tiles: Array | int,
+  describe: Callable[[Array, Array], Work],
+  load: Callable[[Work, Array, Array], None],
+  compute: Callable[[Work, Array, Array, Any], Any],
+  ring: Ring,
+  tile: Tile,
+  tuning: Tuning,
+  pending: Callable[[], Any] = lambda: None,
+  flush: Callable[[Any], None] = lambda pending: None,
+) -> None:
+  """Runs this block's share of the tiles.
+
+  Args:
+    num_tiles: dealt to the clusters in turn; see ``Tuning.blocks`` where there are more than fit.
+    describe: the work of a tile's index and of a block's index in the cluster.
+    load: loads the steps of a tile: given the steps before it and its owner.
+    compute: multiplies a tile, or a strip of it, given the same and what is not stored yet, and
+      returns what it leaves to be stored.
+    ring: shared by both.
+    tile: its number of strips decides who computes.
+    tuning: of the kernel.
+    pending: what is to be stored before the first tile: nothing, in the form of something.
+    flush: stores what is left.
+  """
+  clusters = tuning.blocks // tuning.cluster
+  block = lax.axis_index(_BLOCK_AXIS) - (lax.axis_size(_BLOCK_AXIS) - clusters)  # others before
+  rank = lax.axis_index(_CLUSTER_AXIS)
+  first_tile, end_tile, stride = share(jnp.int32(num_tiles), block, clusters, tuning.cluster)
+  count = lax.div(end_tile - first_tile + stride - 1, jnp.int32(stride))
+  last = lax.max(jnp.int32(num_tiles - 1), jnp.int32(0))
+  group = lax.axis_index(_GROUP_AXIS)
+  together = tile.strips == MULTIPLYING
+
+  def run(body: Callable[[Work, Array, Array, Any], Any], state: Any) -> tuple[Array, Any]:
+    def step(i: Array, carry: tuple[Scalars, Array, Any]) -> tuple[Scalars, Array, Any]:
+      (steps, *rest), before, state = carry
+      # Read what comes next before this tile starts, which hides the latency.
+      following = scalars(lax.min(first_tile + (i + 1) * stride, last))
+      owner = jnp.int32(0) if together else lax.rem(i, jnp.int32(2))
+      return following, before + steps, body(Work(steps, tuple(rest)), before, owner, state)
+
+    first = scalars(lax.min(first_tile, last)), jnp.int32(0), state
+    return lax.fori_loop(0, count, step, first)[1:]
+
+  def scalars(t: Array) -> Scalars:
+    work = describe(t, rank)
+    return work.steps, *work.rest
+
+  def compute_mine(work: Work, before: Array, owner: Array, state: Any) -> Any:
+    if together:
+      return compute(work, before, owner, state)
+    when(owner == group)(lambda: compute(work, before, owner, None))
+    return None
+
+  @when(group < MULTIPLYING)
+  def _() -> None:
+    plgpu.set_max_registers(240, action="increase")
+    flush(run(compute_mine, pending())[1])
+    plgpu.wait_smem_to_gmem(0)  # landed: the kernel may be part of one that peers take part in
+
+  @when(group == MULTIPLYING)
+  def _() -> None:
+    plgpu.set_max_registers(24, action="decrease")
+    ring.finish(run(lambda work, before, owner, _: load(work, before, owner), None)[0])
+
+
+def strip_index(tile: Tile) -> Array:
+  """Which strip of a tile this warpgroup multiplies."""
+  group = lax.axis_index(_GROUP_AXIS)
+  return group if tile.strips == MULTIPLYING else jnp.int32(0)
+
+
+def warpgroup() -> Array:
+  """This warpgroup, of those that multiply."""
+  return lax.axis_index(_GROUP_AXIS)
+
+
+def load_common_rows(source: Any, target: Any, loaded: Any, tuning: Tuning) -> None:
+  """Loads what all blocks of a cluster need, each its part for all."""
+  axis = _CLUSTER_AXIS if tuning.cluster > 1 else None
+  plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=axis)
+
+
+def smem(*shape: int, dtype: Any = jnp.bfloat16, tiled: bool = True) -> Any:
+  """Shared memory whose rows are swizzled by 128 bytes, in tiles of eight rows or as one."""
+  transforms: tuple[Any, ...] = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
+  if tiled:
+    tiling = (8, 128 // jnp.dtype(dtype).itemsize)
+    transforms = (plgpu.TilingTransform(tiling), *transforms)  # pyright: ignore[reportAbstractUsage]
+  return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def launch(
+  body: Callable[..., None],
+  *operands: Array,
+  loads: int,
+  out_type: Sequence[Any],
+  shared: Sequence[Sequence[Any]],
+  tile: Tile,
+  tuning: Tuning,
+  kernel_name: str,
+  approx_math: bool = False,
+  into: Sequence[Array] = (),
+  beside: Transfer | None = None,
+) -> tuple[list[Array], Any]:
+  """Runs a kernel of persistent blocks around a ring, and a transfer beside it.
+
+  Args:
+    body: called with references to operands, results and shared memory, and the barriers of the
+      ring (full, free).
+    operands: arrays.
+    loads: that arrive at a stage.
+    out_type: of the results.
+    shared: shared memory; views of one memory in the order of their parts.
+    tile: its number of strips decides who waits for what.
+    tuning: of the kernel.
+    kernel_name: in traces.
+    approx_math: whether exp, tanh, … may be the device's approximations.
+    into: arrays of ``out_type`` to write into, in their memory if nothing else needs them: what
+      the kernel does not write stays. Not with ``beside``.
+    beside: a transfer with as many workers a block as this kernel has warpgroups, which does not
+      touch this kernel's operands. It runs in blocks of its own, the first ones: the device starts
+      them first, so that on no rank they wait for blocks that multiply.
+
+  Returns:
+    The results, and the transfer's.
+  """
+  if into and beside is not None:
+    raise ValueError("into: expected no transfer beside")
+  owners = MULTIPLYING // tile.strips
+  ride = beside or _NO_TRANSFER
+  if beside is not None and (tuning.cluster > 1 or beside.tuning.workers != WARPGROUPS):
+    raise ValueError(
+      f"beside: expected {WARPGROUPS} workers and clusters of 1, got {beside.tuning.workers} "
+      f"and {tuning.cluster}"
+    )
+  riding = beside.tuning.blocks if beside else 0
+  parts = [operands, ride.operands, out_type, ride.out_type, ride.scratch_types]
+
+  def both(*refs: Any) -> None:
+    inputs, ride_inputs, outs, ride_outs, ride_scratch, rest = tiles.split(
+      refs, [len(part) for part in parts]
+    )
+    views, full, free = rest
+    *views, buffers = views if beside else (*views, ())
+    if not beside:
+      body(inputs, outs, views, full, free)
+      return
+    block = lax.axis_index(_BLOCK_AXIS)
+    when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers))
+    when(block >= riding)(lambda: body(inputs, outs, views, full, free))
+
+  kernel = plgpu.kernel(
+    both,
+    out_type=[] if into else [*out_type, *ride.out_type],
+    grid=(riding + tuning.blocks // tuning.cluster,),
+    grid_names=(_BLOCK_AXIS,),
+    cluster=(tuning.cluster,),
+    cluster_names=(_CLUSTER_AXIS,),
+    num_threads=WARPGROUPS,
+    thread_name=_GROUP_AXIS,
+    scratch_types=[
+      *ride.scratch_types,
+      plgpu.RefUnion(*map(tuple, shared), *([tuple(ride.buffers)] if beside else [])),
+      plgpu.Barrier(num_arrivals=loads, num_barriers=owners * tuning.stages),
+      # Of a cluster also if that is one block: one thread arrives for its warpgroup, not all 128.
+      plgpu.ClusterBarrier(
+        collective_axes=(_CLUSTER_AXIS,), num_arrivals=tile.strips, num_barriers=tuning.stages
+      ),
+    ],
+    compiler_params=plgpu.CompilerParams(
+      # Only this lowering lets two views name one memory.
+      lowering_semantics=plgpu.LoweringSemantics.Lane,
+      approx_math=approx_math,
+      unsafe_no_auto_barriers=not tuning.auto_barriers,
+      skip_device_barrier=beside is None,  # reaches no other device
+    ),
+    kernel_name=kernel_name,
+  )
+  if into:
+    # References of their own scope: those of ``jax.new_ref`` are an effect, and where
+    # ``jax.checkpoint`` runs a kernel again, it leaves out what has one.
+    write = pl.run_state(lambda outs: kernel(*operands, *outs))
+    written = write(varying.untyped(into))
+    return [varying.vary(x, varying.axes_of(y)) for x, y in zip(written, into, strict=True)], None
+  given = [*operands, *ride.operands]
+  results = support.call(kernel, given) if beside else kernel(*given)
+  return results[: len(out_type)], ride.finish(results[len(out_type) :])
+
+
+_NO_TRANSFER = Transfer((), (), (), (), lambda *_: None, lambda _: None, tiles.Tuning(), "")

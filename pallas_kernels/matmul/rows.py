@@ -1,0 +1,366 @@
+"""The kernel of matmuls whose rows are grouped: each group by the weights of its slot.
+
+A tile takes its weights from the home or from the replica operand, by its slot: the two are never
+joined. Groups of rows begin anywhere; which rows a tile computes is laid out in a table first.
+One kernel serves one product, a sum of products (``contractions``: their steps follow each other
+into one sum) and two products of the same rows side by side (several weights in a contraction).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import layout, pipeline
+from pallas_kernels.matmul.layout import DEPTH, Array, Tile, Tuning
+from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.transfer.tiles import Transfer
+from pallas_kernels.warp.branches import when
+
+_UNIT = 64  # rows of one wgmma: what a tile may have less than its neighbours
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+  """Rows and what multiplies them.
+
+  Attributes:
+    rows_CK: ``[C, K]``.
+    home: ``[M, K, N]`` each, or ``[M, N, K]``.
+    replica: ``[S, K, N]`` each, or ``[S, N, K]``; S may be 0.
+  """
+
+  rows_CK: Array
+  home: tuple[Array, ...]
+  replica: tuple[Array, ...]
+
+
+def multiply_rows(
+  contractions: Sequence[Contraction],
+  group_size_P: Array,
+  *,
+  transpose_rhs: bool,
+  results: Sequence[Callable[..., Any]],
+  tuning: Tuning | None,
+  kernel_name: str,
+  approx_math: bool = False,
+  slots: range | None = None,
+  into: Sequence[Array] = (),
+  beside: Transfer | None = None,
+) -> tuple[list[Array], Any]:
+  """Multiplies and sums contractions, tile by tile.
+
+  Args:
+    contractions: of the same C, slots, N and number of weights.
+    group_size_P: ``[P]`` int32.
+    transpose_rhs: the weights are ``[…, N, K]``.
+    results: each elementwise from the rounded sums, as many as a contraction has weights, to a
+      result, all bfloat16.
+    tuning: of the kernel; ``None``: the default, which makes room for what runs beside it.
+    kernel_name: in traces.
+    approx_math: whether ``results`` may use the device's approximations of exp, tanh, ….
+    slots: whose weights these are, M + S of the P; ``None``: all. Rows of others are not written.
+    into: the results of other slots: these are added to them, in their memory.
+    beside: a transfer to run beside the matmul.
+
+  Returns:
+    ``[C, N]`` bfloat16 results; rows beyond the sum of the group sizes are not written. And the
+    result of the transfer.
+
+  Raises:
+    NotImplementedError: shapes or dtypes that the kernel does not know.
+    ValueError: shapes that do not fit together.
+  """
+  slots = range(group_size_P.shape[0]) if slots is None else slots
+  capacity, cols, num_home = _check(contractions, group_size_P, slots, transpose_rhs)
+  weights = len(contractions[0].home)
+  tuning = tuning or layout.make_room(beside is not None)
+  tile = layout.choose_tile(256, cols, weights, tuning)
+  if (cols // tile.cols) % tuning.cluster:
+    tuning = dataclasses.replace(tuning, cluster=1)
+  # An operand may not be empty; without replicas the second one is never read.
+  operands = [
+    (
+      x.rows_CK,
+      [
+        (home, replica if replica.shape[0] else home)
+        for home, replica in zip(x.home, x.replica, strict=True)
+      ],
+    )
+    for x in contractions
+  ]
+  flat_operands, treedef = jax.tree.flatten(operands)
+  stages = tuning.stages
+  stage = (tile.cols, DEPTH) if transpose_rhs else (DEPTH, tile.cols)
+
+  # One memory, two views: TMA may start at any row only without tiling, wgmma wants tiles of 8
+  # rows. For one swizzle's width of columns both name the same bytes.
+  def view(rows_tiled: bool) -> list[Any]:
+    return [
+      pipeline.smem(stages, tile.rows, DEPTH, tiled=rows_tiled),
+      pipeline.smem(2, tuning.buffers, 64, 64, tiled=not rows_tiled),
+      *(pipeline.smem(stages, *stage) for _ in range(weights)),
+    ]
+
+  out_type = [jax.typeof(contractions[0].rows_CK).update(shape=(capacity, cols))] * len(results)
+  for x, expected in zip(into, out_type, strict=bool(into)):
+    layout.expect_shape("into", x, expected.shape)
+    layout.expect_bfloat16(into=x)
+  return pipeline.launch(
+    functools.partial(
+      _body,
+      treedef=treedef,
+      num_home=num_home,
+      num_weights=weights,
+      transpose_rhs=transpose_rhs,
+      results=results,
+      tile=tile,
+      tuning=tuning,
+    ),
+    row_tiles(capacity, group_size_P, tile.rows, slots),
+    *flat_operands,
+    out_type=out_type,
+    shared=[view(False), view(True)],
+    loads=1 + weights,
+    tile=tile,
+    tuning=tuning,
+    kernel_name=kernel_name,
+    approx_math=approx_math,
+    into=into,
+    beside=beside,
+  )
+
+
+def _check(
+  contractions: Sequence[Contraction], group_size_P: Array, slots: range, transpose_rhs: bool
+) -> tuple[int, int, int]:
+  """C, N and M of contractions that fit together."""
+  first = contractions[0]
+  capacity, num_home = first.rows_CK.shape[0], first.home[0].shape[0]
+  num_replica = first.replica[0].shape[0]
+  cols = first.home[0].shape[1 if transpose_rhs else 2]
+  for x in contractions:
+    depth = x.rows_CK.shape[1]
+    weights = (cols, depth) if transpose_rhs else (depth, cols)
+    layout.expect_shape("rows_CK", x.rows_CK, (capacity, depth))
+    layout.expect_bfloat16(rows_CK=x.rows_CK)
+    for home, replica in zip(x.home, x.replica, strict=True):
+      layout.expect_shape("home_MKN", home, (num_home, *weights))
+      layout.expect_shape("replica_SKN", replica, (num_replica, *weights))
+      layout.expect_bfloat16(home_MKN=home, replica_SKN=replica)
+    layout.expect_multiple("K", depth, DEPTH)
+  all_slots, count = range(group_size_P.shape[0]), num_home + num_replica
+  if slots == all_slots:
+    layout.expect_shape("group_size_P", group_size_P, (count,))
+  elif len(slots) != count or slots != all_slots[slots.start : slots.stop]:
+    raise ValueError(f"slots: expected {count} of {all_slots}, got {slots}")
+  layout.expect_multiple("N", cols, 128)
+  layout.expect_capacity(capacity)
+  return capacity, cols, num_home
+
+
+def row_tiles(capacity: int, group_size_P: Array, tile_rows: int, slots: range) -> Array:
+  """What each tile of rows of some slots computes.
+
+  Tiles begin where their group begins. What is left at the group's end is a tile of as many rows
+  as it needs, rounded up to ``_UNIT``, that ends with the group, so that none crosses a border:
+  rows computed twice are stored twice, with the same bits. Only a group smaller than its tile has
+  a tile that is stored in part. These tiles come last, so that blocks finish together.
+
+  Returns:
+    ``[4, T]`` int32: slot, counted from the first of these; first row, rows to store, and in the
+    last line the number of tiles.
+  """
+  num_slots = len(slots)
+  start_P = layout.sum_before(group_size_P)[slots.start : slots.stop]
+  group_size_P = group_size_P[slots.start : slots.stop]
+  end_P = start_P + group_size_P
+  left_P = group_size_P % tile_rows
+  # A whole tile moved up is as good as one of the same size at the end.
+  rounded_P = -(-left_P // _UNIT) * _UNIT
+  short_P = ((left_P > 0) & (rounded_P < tile_rows)).astype(jnp.int32)
+  tiles_Q = jnp.concatenate([-(-group_size_P // tile_rows) - short_P, short_P])
+  before_Q = layout.sum_before(tiles_Q)
+  tile_T = jnp.arange(capacity // tile_rows + num_slots, dtype=jnp.int32)
+  # Along the last axis: XLA makes one kernel of such a sum, and two of one along the first.
+  q_T = jnp.sum((before_Q + tiles_Q)[None, :] <= tile_T[:, None], axis=1, dtype=jnp.int32)
+  q_T = jnp.minimum(q_T, 2 * num_slots - 1)
+  slot_T = q_T % num_slots
+  rows_T = jnp.where(q_T < num_slots, tile_rows, rounded_P[slot_T])
+  first_T = start_P[slot_T] + (tile_T - before_Q[q_T]) * tile_rows
+  # Short tiles are counted apart from the whole ones before them: they end with their group.
+  first_T = jnp.where(q_T < num_slots, first_T, end_P[slot_T])
+  first_T = jnp.maximum(jnp.minimum(first_T, end_P[slot_T] - rows_T), start_P[slot_T])
+  stored_T = jnp.minimum(group_size_P[slot_T], rows_T)
+  num_tiles_T = jnp.broadcast_to(jnp.sum(tiles_Q, dtype=jnp.int32), tile_T.shape)
+  return jnp.stack([slot_T, first_T, stored_T, num_tiles_T])
+
+
+def _body(
+  inputs: Sequence[Any],
+  outs: Sequence[Any],
+  views: Sequence[Any],
+  full: Any,
+  free: Any,
+  *,
+  treedef: Any,
+  num_home: int,
+  num_weights: int,
+  transpose_rhs: bool,
+  results: Sequence[Callable[..., Any]],
+  tile: Tile,
+  tuning: Tuning,
+) -> None:
+  table, operands = inputs[0], treedef.unflatten(inputs[1:])
+  (lhs_load, staged, *_), (lhs, staged_store, *rhs) = views
+  num_cols = outs[0].shape[1] // tile.cols
+  steps_of = [rows.shape[1] // DEPTH for rows, _ in operands]
+  num_steps = sum(steps_of)
+  num_rows = table[3, 0]
+  strip, me = pipeline.strip_index(tile), pipeline.warpgroup()
+  ring = Ring(full, free, tuning.stages)
+
+  def describe(t: Array, rank: Array) -> Work:
+    row, col = layout.position(
+      t,
+      lax.max(num_rows, jnp.int32(1)),
+      num_cols // tuning.cluster,
+      tuning.band // (tile.cols * tuning.cluster),
+    )
+    col = (col * tuning.cluster + rank) * tile.cols
+    return Work(jnp.int32(num_steps), (table[0, row], table[1, row], table[2, row], col))
+
+  def load(work: Work, before: Array, owner: Array) -> None:
+    slot, start, _, col = work.rest
+    cols = pl.ds(col, tile.cols)
+
+    def load_steps(
+      rows: Any, weights: Sequence[Any], slot: Array, before: Array, count: int
+    ) -> None:
+      def step(k: Array, _: None) -> None:
+        stage, loaded = ring.acquire(before + k, owner)
+        depth = pl.ds(k * DEPTH, DEPTH)
+        source = rows.at[pl.ds(start, tile.rows), depth]
+        pipeline.load_common_rows(source, lhs_load.at[stage], loaded, tuning)
+        for weight, target in zip(weights, rhs, strict=True):
+          source = weight.at[slot, cols, depth] if transpose_rhs else weight.at[slot, depth, cols]
+          plgpu.copy_gmem_to_smem(source, target.at[stage], loaded)
+
+      lax.fori_loop(0, count, step, None)
+
+    for (rows, weights), count in zip(operands, steps_of, strict=True):
+      homes, replicas = zip(*weights, strict=True)
+      when(slot < num_home)(functools.partial(load_steps, rows, homes, slot, before, count))
+      when(slot >= num_home)(
+        functools.partial(load_steps, rows, replicas, slot - num_home, before, count)
+      )
+      before += count
+
+  def multiply(work: Work, before: Array, owner: Array, pending: Any) -> Any:
+    """The rounded sums of this warpgroup's strip."""
+    stored = work.rest[2] - strip * tile.strip
+
+    def run(acc: Any) -> Array:
+      def wgmma(size: int, stage: Array) -> None:
+        lhs_rows = lhs.at[stage, pl.ds(strip * tile.strip, size)]
+        for i, target in enumerate(rhs):
+          weight = target.at[stage]
+          part = acc.at[pl.ds(0, size), pl.ds(i * tile.cols, tile.cols)]
+          part = acc if (size, num_weights) == (tile.strip, 1) else part
+          plgpu.wgmma(part, lhs_rows, weight.transpose((1, 0)) if transpose_rhs else weight)
+
+      whole = stored > tile.strip - _UNIT
+      batches = store_batches(pending) if tuning.schedule == "deferred" else []
+      early = batches[num_steps:]  # more than there are steps to hide them
+      for batch in early:
+        batch()
+      when(whole)(
+        lambda: ring.multiply(
+          owner,
+          before,
+          num_steps,
+          functools.partial(wgmma, tile.strip),
+          meanwhile=batches[:num_steps],
+        )
+      )
+
+      @when(~whole)
+      def _() -> None:
+        for batch in batches[:num_steps]:
+          batch()
+        for size in range(_UNIT, tile.strip, _UNIT):
+          when((stored > size - _UNIT) & (stored <= size))(
+            functools.partial(
+              ring.multiply, owner, before, num_steps, functools.partial(wgmma, size)
+            )
+          )
+        if tile.strips > 1:  # else a tile of no rows would be no tile
+          when(stored <= 0)(lambda: ring.skip(owner, before, num_steps))
+
+      return acc[...]
+
+    acc = plgpu.WGMMAAccumulatorRef((tile.strip, num_weights * tile.cols))
+    return pl.run_scoped(run, acc).astype(jnp.bfloat16)
+
+  def store_batches(pending: Any) -> list[Callable[[], None]]:
+    """Stores as many pieces of 64 × 64 at a time as there are buffers."""
+    sums, start, stored, col = pending
+    corners = list(itertools.product(range(0, tile.strip, 64), range(0, tile.cols, 64)))
+    pieces = [(i, *corner) for corner in corners for i in range(len(results))]
+
+    def store(out: Any, r: int, c: int, buffer: int) -> None:
+      def store_rows(first_row: Array | int, size: int) -> None:
+        source = staged_store.at[me, buffer, pl.ds(first_row, size)]
+        target = out.at[pl.ds(start + r + first_row, size), pl.ds(col + c, 64)]
+        plgpu.copy_smem_to_gmem(source, target)
+
+      rest = stored - r
+      when(rest >= 64)(lambda: store_rows(0, 64))
+
+      # A copy has a fixed number of rows, so a part is stored by the bits of its size.
+      @when((rest > 0) & (rest < 64))
+      def _() -> None:
+        for size in (32, 16, 8, 4, 2, 1):
+          done = rest & (64 - 2 * size)
+          when((rest & size) != 0)(functools.partial(store_rows, done, size))
+
+    def store_batch(batch: list[tuple[int, int, int]]) -> None:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      for buffer, (i, r, c) in enumerate(batch):
+        starts = range(c, num_weights * tile.cols, tile.cols)
+        staged[me, buffer] = results[i](*(sums[r : r + 64, at : at + 64] for at in starts))
+      plgpu.commit_smem()
+      for buffer, (i, r, c) in enumerate(batch):
+        store(outs[i], r, c, buffer)
+
+    starts = range(0, len(pieces), tuning.buffers)
+    return [functools.partial(store_batch, pieces[i : i + tuning.buffers]) for i in starts]
+
+  def store_all(pending: Any) -> None:
+    for batch in store_batches(pending):
+      batch()
+
+  def compute(work: Work, before: Array, owner: Array, pending: Any) -> Any:
+    _, start, stored, col = work.rest
+    above = strip * tile.strip
+    done = multiply(work, before, owner, pending), start + above, stored - above, col
+    return done if tuning.schedule == "deferred" else store_all(done)
+
+  def nothing() -> Any:
+    shape = (tile.strip, num_weights * tile.cols)
+    sums = plgpu.layout_cast(jnp.zeros(shape, jnp.bfloat16), plgpu.Layout.WGMMA)
+    return sums, jnp.int32(0), jnp.int32(0), jnp.int32(0)
+
+  num_tiles = num_rows * (num_cols // tuning.cluster)
+  run = functools.partial(pipeline.persist, num_tiles, describe, load, compute, ring, tile, tuning)
+  if tuning.schedule == "deferred":
+    run(pending=nothing, flush=store_all)
+  else:
+    run()

@@ -1,0 +1,224 @@
+"""The gradient of grouped matmuls to their weights: per slot, a contraction over its rows.
+
+Nothing is multiplied while a tile of the result is stored: 128 KB of float32, at about 32 bytes a
+cycle of an SM, take as long as four steps. Registers do not hold the sums of two tiles, and
+multiplying and loading already take shared memory's whole rate, so that stores which wait there
+cost what they save (measured: docs/benchmarks.md).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import layout, pipeline
+from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, Array, Tile, Tuning
+from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.transfer.tiles import Transfer
+from pallas_kernels.warp.branches import when
+
+_BORDER = 2 * DEPTH  # room for the rows of a group outside its aligned part: at most 7 + 63
+_PIECE = (64, 32)  # rows and columns stored at a time: 128 bytes wide, the widest swizzle
+
+
+@functools.partial(jax.jit, static_argnames=("num_home", "tuning"))
+def grouped_matmul_wgrad(
+  rows_CK: Array,
+  grad_CN: Array,
+  group_size_P: Array,
+  num_home: int,
+  *,
+  tuning: Tuning | None = None,
+) -> tuple[Array, Array]:
+  """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
+
+  Args:
+    rows_CK: ``[C, K]`` bfloat16. Rows at or beyond the sum of the group sizes may hold anything,
+      NaN included, and so may those of ``grad_CN``.
+    grad_CN: ``[C, N]`` bfloat16.
+    group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
+    num_home: M, at least 1.
+    tuning: how the kernel is laid out.
+
+  Returns:
+    ``[M, K, N]`` and ``[S, K, N]``, float32; an empty slot's gradient is zero.
+
+  Raises:
+    NotImplementedError: a dtype other than bfloat16, K or N no multiple of 128, C no multiple
+      of 8, or below 256.
+    ValueError: shapes that do not fit together.
+  """
+  return wgrad_beside(None, rows_CK, grad_CN, group_size_P, num_home, tuning=tuning)[0]
+
+
+def wgrad_beside(
+  transfer: Transfer | None,
+  rows_CK: Array,
+  grad_CN: Array,
+  group_size_P: Array,
+  num_home: int,
+  *,
+  tuning: Tuning | None = None,
+) -> tuple[tuple[Array, Array], Any]:
+  """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
+  (capacity, depth), (num_slots,), cols = rows_CK.shape, group_size_P.shape, grad_CN.shape[1]
+  layout.expect_shape("grad_CN", grad_CN, (capacity, cols))
+  if not 1 <= num_home <= num_slots:
+    raise ValueError(f"num_home: expected 1 to {num_slots}, the slots, got {num_home}")
+  layout.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
+  layout.expect_multiple("K", depth, 128)
+  layout.expect_multiple("N", cols, 128)
+  layout.expect_multiple("C", capacity, 8)
+  layout.expect_capacity(capacity)
+  tuning = tuning or layout.make_room(transfer is not None)
+  if tuning.schedule != "together":
+    raise ValueError(f"tuning: expected 'together', got {tuning.schedule!r}")
+  tile = layout.choose_tile(depth, cols, 1, tuning)
+  if (cols // tile.cols) % tuning.cluster:
+    tuning = dataclasses.replace(tuning, cluster=1)
+  num_replica = num_slots - num_home
+  out_type = functools.partial(jax.typeof(rows_CK).update, dtype=jnp.dtype(jnp.float32))
+  table, border_row_PB, mine_PB = inner_steps(capacity, group_size_P)
+
+  def border(x_CX: Array) -> Array:
+    x_PBX = jnp.where(mine_PB[..., None], x_CX[border_row_PB], jnp.zeros((), x_CX.dtype))
+    return x_PBX.reshape(-1, x_CX.shape[1])
+
+  operands = table, rows_CK, grad_CN, border(rows_CK), border(grad_CN)
+  grads, transferred = pipeline.launch(
+    functools.partial(_body, num_home=num_home, tile=tile, tuning=tuning),
+    *operands,
+    out_type=[out_type(shape=(n, depth, cols)) for n in (num_home, num_replica) if n],
+    shared=[
+      [
+        pipeline.smem(tuning.stages, tile.strips, DEPTH, tile.strip),
+        pipeline.smem(tuning.stages, DEPTH, tile.cols),
+        pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECE, dtype=jnp.float32),
+      ]
+    ],
+    loads=tile.strips + 1,
+    tile=tile,
+    tuning=tuning,
+    kernel_name="grouped_matmul_wgrad",
+    beside=transfer,
+  )
+  replica = grads[1] if num_replica else jnp.zeros((0, depth, cols), jnp.float32)
+  return (grads[0], replica), transferred
+
+
+def inner_steps(capacity: int, group_size_P: Array) -> tuple[Array, Array, Array]:
+  """The stages of each group's rows, without those of other groups.
+
+  The rows between the first that TMA can address (a multiple of 8) and the last whole stage
+  after it are loaded in place. The few before and after are gathered into ``_BORDER`` rows per
+  slot, filled up with zeros.
+
+  Returns:
+    ``[4, P]`` int32, the largest group first: slot, first aligned row, stages of border rows,
+    stages in all; ``[P, _BORDER]`` int32, the row of each border row; and whether it is one.
+  """
+  start_P = layout.sum_before(group_size_P)
+  head_P = jnp.minimum(-start_P % 8, group_size_P)
+  aligned_P = (group_size_P - head_P) // DEPTH
+  border_P = group_size_P - aligned_P * DEPTH
+  border_steps_P = -(-border_P // DEPTH)
+  lines_3P = jnp.stack([start_P + head_P, border_steps_P, border_steps_P + aligned_P])
+  i_1B = jnp.arange(_BORDER, dtype=jnp.int32)[None, :]
+  in_head_PB = i_1B < head_P[:, None]
+  row_PB = start_P[:, None] + i_1B + jnp.where(in_head_PB, 0, aligned_P[:, None] * DEPTH)
+  table_4P = _largest_first(group_size_P, lines_3P)
+  return table_4P, jnp.minimum(row_PB, capacity - 1), i_1B < border_P[:, None]
+
+
+def _largest_first(group_size_P: Array, lines_XP: Array) -> Array:
+  """The slots by size, and these lines in that order, ``[1 + X, P]``."""
+  slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
+  larger_PP = group_size_P[:, None] > group_size_P[None, :]
+  equal_PP = group_size_P[:, None] == group_size_P[None, :]
+  earlier_PP = slot_P[:, None] < slot_P[None, :]
+  rank_P = jnp.sum(larger_PP | (equal_PP & earlier_PP), axis=0, dtype=jnp.int32)
+  lines_XP = jnp.concatenate([slot_P[None], lines_XP])
+  ranked_PP = rank_P[None, :] == slot_P[:, None]
+  return jnp.sum(jnp.where(ranked_PP[None], lines_XP[:, None, :], 0), axis=2, dtype=jnp.int32)
+
+
+def _body(
+  inputs: Sequence[Any],
+  outs: Sequence[Any],
+  views: Sequence[Any],
+  full: Any,
+  free: Any,
+  *,
+  num_home: int,
+  tile: Tile,
+  tuning: Tuning,
+) -> None:
+  (table, rows, grad, border_rows, border_grad), ((lhs, rhs, staged),) = inputs, views
+  num_rows = outs[0].shape[1] // tile.rows
+  num_cols = outs[0].shape[2] // tile.cols // tuning.cluster
+  slot_tiles = num_rows * num_cols
+  strip = pipeline.strip_index(tile)
+  ring = Ring(full, free, tuning.stages)
+
+  def describe(t: Array, rank: Array) -> Work:
+    index, in_slot = (f(t, jnp.int32(slot_tiles)) for f in (lax.div, lax.rem))
+    band = tuning.band // (tile.cols * tuning.cluster)
+    row, col = layout.position(in_slot, num_rows, num_cols, band)
+    corner = row * tile.rows, (col * tuning.cluster + rank) * tile.cols
+    slot, first_row, border_steps, steps = (table[line, index] for line in range(4))
+    return Work(steps, (slot, first_row, border_steps, *corner))
+
+  def load(work: Work, before: Array, owner: Array) -> None:
+    slot, aligned, border_steps, out_row, out_col = work.rest
+
+    def load_steps(rows: Any, grad: Any, first_row: Array, before: Array, count: Array) -> None:
+      def step(k: Array, _: None) -> None:
+        stage, loaded = ring.acquire(before + k, owner)
+        depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, 8), DEPTH)
+        for strip in range(tile.strips):
+          source = rows.at[depth, pl.ds(out_row + strip * tile.strip, tile.strip)]
+          pipeline.load_common_rows(source, lhs.at[stage, strip], loaded, tuning)
+        source = grad.at[depth, pl.ds(out_col, tile.cols)]
+        plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
+
+      lax.fori_loop(0, count, step, None)
+
+    load_steps(border_rows, border_grad, slot * _BORDER, before, border_steps)
+    load_steps(rows, grad, aligned, before + border_steps, work.steps - border_steps)
+
+  def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
+    slot, _, _, out_row, out_col = work.rest
+
+    def multiply(acc: Any) -> Array:
+      def wgmma(stage: Array) -> None:
+        plgpu.wgmma(acc, lhs.at[stage, strip].transpose((1, 0)), rhs.at[stage])
+
+      ring.multiply(owner, before, work.steps, wgmma)
+      return acc[...]
+
+    product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
+
+    # A piece at a time in each buffer, which is free once TMA has read what was in it before.
+    pieces = itertools.product(range(0, tile.strip, _PIECE[0]), range(0, tile.cols, _PIECE[1]))
+    for i, (r, c) in enumerate(pieces):
+      piece = staged.at[strip, i % tuning.buffers]
+      plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
+      piece[...] = product[r : r + _PIECE[0], c : c + _PIECE[1]]
+      plgpu.commit_smem()
+      at = pl.ds(out_row + strip * tile.strip + r, _PIECE[0]), pl.ds(out_col + c, _PIECE[1])
+
+      def store(out: Any, slot: Array, piece: Any = piece, at: Any = at) -> None:
+        plgpu.copy_smem_to_gmem(piece, out.at[slot, *at])
+
+      when(slot < num_home)(functools.partial(store, outs[0], slot))
+      when(slot >= num_home)(functools.partial(store, outs[-1], slot - num_home))
+
+  num_tiles = table.shape[1] * slot_tiles
+  pipeline.persist(num_tiles, describe, load, compute, ring, tile, tuning)

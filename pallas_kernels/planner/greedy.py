@@ -1,0 +1,238 @@
+"""Greedy placement of replicas by one threshold and one rule, a probe in each warp.
+
+The same steps as in ``ultraep_jax/greedy.py``, which explains them, bit for bit.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.planner.tables import (
+  PROBES,
+  RULES,
+  Outcome,
+  Parts,
+  Problem,
+  Tables,
+  rank_loads,
+  ranks_of,
+)
+from pallas_kernels.warp.warps import (
+  INT32_MAX,
+  LANES,
+  any_of_warp,
+  ceil_div,
+  clip,
+  divide,
+  lookup,
+  ones,
+  over,
+  shift_right,
+  thread_index,
+  warp_max,
+  warp_min,
+  warp_sum,
+  where,
+)
+
+Array = jax.Array
+
+# Rules in order: sources from hot to cold or back, which rank takes, what a source gives.
+_EVEN, _WHOLE, _WHOLE_EVEN = range(3)
+
+
+class Probe(NamedTuple):
+  """One probe's threshold and rule, the same in all lanes."""
+
+  threshold: Array
+  direction: Array  # 1 from hot to cold, -1 back
+  sources: Array  # ranks above the threshold
+  fits: Array  # 1: the smallest slack that suffices takes, 0: the largest
+  kind: Array
+
+
+class _State(NamedTuple):
+  load: Parts
+  empty: Parts
+  keys: list[Parts]  # per slot: the expert's place in heat order
+  tokens: list[Parts]
+  turn: Array  # the source's place in heat order
+  turns: Array  # sources to come, this one counted
+  key: Array
+  need: Array  # load of the source above the threshold
+  left: Array  # of the current expert
+  first: Array  # 1 until a piece of the current expert has been taken
+  has_end: Array  # 1 once a source has taken a piece of the current expert
+  sends: Parts
+  replicas: Array
+  alive: Array  # whether the last step could change anything
+
+
+def choose_probe(
+  load: Parts,
+  total: Array,
+  goal: Array,
+  block: Array,
+  steps_ref: Any,
+  cost_ref: Any,
+  problem: Problem,
+) -> Probe:
+  """The threshold and rule of each warp of a block; see ``kernel`` of ``plan_probes.py``."""
+  probe = block * PROBES + divide(thread_index(), LANES)[0]
+  index, rule = divide(probe, RULES)
+  columns, kind = divide(rule, 3)
+  mean = ceil_div(total, problem.domain_size)
+  busiest = over(warp_max, load)
+  threshold = mean
+  if problem.num_thresholds > 1:
+    special = [mean]
+    if problem.target is not None:
+      special.append(goal)
+    if problem.by_time:
+      special.append(lookup(cost_ref, probe * 0 + 1))
+    step = lookup(steps_ref, jnp.minimum(index, len(problem.steps) - 1))
+    span = busiest - mean
+    # span * step / 2^15 rounded up, without an intermediate product beyond int32.
+    low = shift_right((span & 0x7FFF) * step + 0x7FFF, 15)
+    threshold = mean + shift_right(span, 15) * step + low
+    for place, value in enumerate(special, len(problem.steps)):
+      threshold = where(index == place, value, threshold)
+    threshold = jnp.minimum(jnp.maximum(threshold, mean), busiest)
+  return Probe(
+    threshold=threshold,
+    direction=where(rule < RULES // 2, rule * 0 + 1, -1),
+    sources=over(warp_sum, [ones(part > threshold) for part in load]),
+    fits=columns & 1,
+    kind=kind,
+  )
+
+
+def run(table: Tables, probe: Probe, problem: Problem) -> Outcome:
+  """Makes all steps of each warp's probe."""
+  load, heat = rank_loads(table, problem)
+  zero = load[0] * 0
+  zeros = [zero for _ in load]
+  none = [zeros for _ in range(problem.num_slots)]
+  empty = [where(h >= 0, zero + problem.num_slots, 0) for h in heat]
+  turn = where(probe.direction > 0, 0, jnp.maximum(probe.sources - 1, 0))
+  key = turn * problem.num_home
+  need = lookup(table.hot_load, turn) - probe.threshold
+  left, one = lookup(table.key_load, key), zero + 1
+  state = _State(
+    load, empty, none, none, turn, probe.sources, key, need, left, one, zero, zeros, zero, one
+  )
+  step = functools.partial(_step, table, probe, heat, problem)
+  state = lax.while_loop(lambda state: any_of_warp(state.alive), step, state)
+  experts = [
+    [
+      where(tokens > 0, lookup(table.key_expert, key), -1)
+      for key, tokens in zip(keys, all_tokens, strict=True)
+    ]
+    for keys, all_tokens in zip(state.keys, state.tokens, strict=True)
+  ]
+  filled = [where(h >= 0, problem.num_slots - e, 0) for h, e in zip(heat, state.empty, strict=True)]
+  return Outcome(
+    busiest=over(warp_max, state.load),
+    replicas=state.replicas,
+    copies=over(warp_max, filled + state.sends),
+    experts=experts,
+    tokens=state.tokens,
+  )
+
+
+def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _State) -> _State:
+  """Moves one piece, or goes on to the next expert or source if it cannot.
+
+  The piece is ``left`` or ``min(max(need, floor), left)``. A need spread evenly over the empty
+  slots is no more than the need itself, so the piece is known without the division, and whether
+  it reaches the spread need, ``tokens >= ceil(need / slots)``, is asked as
+  ``tokens * slots >= need``.
+  """
+  home, threshold = problem.num_home, probe.threshold
+  need, left = state.need, state.left
+  # What follows is looked up before it is known which of it is needed.
+  last_key = problem.domain_experts - 1
+  next_left = lookup(table.key_load, jnp.minimum(state.key + 1, last_key))
+  next_turn = clip(state.turn + probe.direction, problem.domain_size - 1)
+  next_need = lookup(table.hot_load, next_turn) - threshold
+  first_left = lookup(table.key_load, next_turn * home)
+
+  slack = [
+    where(empty > 0, jnp.maximum(threshold - load, 0), 0)
+    for load, empty in zip(state.load, state.empty, strict=True)
+  ]
+  most = over(warp_max, slack)
+  slots = over(
+    warp_sum,
+    [where(s > 0, empty, 0) for s, empty in zip(slack, state.empty, strict=True)],
+  )
+  # With no slack anywhere nothing will ever move again.
+  active = (state.turns > 0) & (most > 0)
+  piece = jnp.minimum(jnp.maximum(need, min(problem.min_tokens, INT32_MAX)), left)
+  piece = where(probe.kind == _EVEN, piece, left)
+  least_fit = over(warp_min, [where(s >= piece, s, INT32_MAX) for s in slack])
+  wanted = where((probe.fits > 0) & (most >= piece), least_fit, most)
+  ranks = ranks_of(problem)
+  taker = over(
+    warp_min,
+    [where(s == wanted, rank, INT32_MAX) for s, rank in zip(slack, ranks, strict=True)],
+  )
+  tokens = jnp.minimum(piece, most)
+  moves = active & (tokens >= min(problem.min_tokens, INT32_MAX))
+  moves &= (probe.kind == _WHOLE) | _product_reaches(tokens, slots, need)
+  tokens = where(moves, tokens, 0)
+
+  last_place = divide(state.key, home)[1] == home - 1
+  first = state.first > 0
+  expert_done = ~moves | (tokens == left)
+  # If nobody takes a first piece of this expert, nobody takes one of a smaller expert.
+  source_done = (tokens >= need) | (~moves & first) | (expert_done & last_place)
+  source_done, expert_done = active & source_done, active & (expert_done | source_done)
+
+  takes = [(rank == taker) & moves for rank in ranks]
+  counts = ones(moves if problem.count_copies else moves & first)
+  sends = [
+    s + where(place == state.turn, counts, 0) for s, place in zip(state.sends, heat, strict=True)
+  ]
+  has_end = state.has_end
+  if not problem.count_copies:
+    # A source holds the end of an expert's chain, or has to forward its copy.
+    by_source = [ones(take & (s > 0)) for take, s in zip(takes, state.sends, strict=True)]
+    sends = [s + where(has_end > 0, by, 0) for s, by in zip(sends, by_source, strict=True)]
+    has_end = where(expert_done, 0, jnp.maximum(has_end, over(warp_max, by_source)))
+  keys = [list(parts) for parts in state.keys]
+  all_tokens = [list(parts) for parts in state.tokens]
+  for part, take in enumerate(takes):
+    for slot in range(problem.num_slots):
+      fills = take & (state.empty[part] == problem.num_slots - slot)
+      keys[slot][part] = where(fills, state.key, keys[slot][part])
+      all_tokens[slot][part] = where(fills, tokens, all_tokens[slot][part])
+  return _State(
+    load=[
+      load + where(take, tokens, 0) - where(place == state.turn, tokens, 0)
+      for load, take, place in zip(state.load, takes, heat, strict=True)
+    ],
+    empty=[empty - ones(take) for empty, take in zip(state.empty, takes, strict=True)],
+    keys=keys,
+    tokens=all_tokens,
+    turn=where(source_done, next_turn, state.turn),
+    turns=state.turns - ones(source_done),
+    key=where(source_done, next_turn * home, state.key + ones(expert_done)),
+    need=where(source_done, next_need, need - tokens),
+    left=where(source_done, first_left, where(expert_done, next_left, left - tokens)),
+    first=where(expert_done, 1, where(moves, 0, state.first)),
+    has_end=has_end,
+    sends=sends,
+    replicas=state.replicas + ones(moves),
+    alive=ones(active),
+  )
+
+
+def _product_reaches(left: Array, right: Array, limit: Array) -> Array:
+  """``left * right >= limit`` without overflow, for ``right`` below 2^15."""
+  low = (left & 0xFFFF) * right
+  high, limit_high = shift_right(left, 16) * right + shift_right(low, 16), shift_right(limit, 16)
+  return (high > limit_high) | ((high == limit_high) & ((low & 0xFFFF) >= (limit & 0xFFFF)))

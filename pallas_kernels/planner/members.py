@@ -1,0 +1,156 @@
+"""What the planner's kernel knows of replicas while it builds trees: who holds which expert.
+
+One warpgroup has a rank or a slot per thread, in pieces of 128. An expert without replicas has
+nothing to send, so what concerns an expert is worked out by the threads of its slots, all alike,
+and lies in vectors in shared memory.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.planner.tables import Problem
+from pallas_kernels.warp.scatter import add_at
+from pallas_kernels.warp.warps import (
+  LANES,
+  THREADS,
+  chunks,
+  divide,
+  lookup,
+  padded,
+  thread_index,
+  unrolled,
+  where,
+)
+
+Array = jax.Array
+
+_WARPS = THREADS // LANES
+
+
+class Vectors(NamedTuple):
+  """Vectors in shared memory, padded to 128. Slot s of rank g is item ``g * S + s``."""
+
+  expert: Any  # [I], the expert in each slot, -1 if empty
+  parent: Any  # [I], the result
+  extra: Any  # [I], copies that the holder in each slot sends
+  key: Any  # [I], three vectors for ``over_pairs``
+  value: Any  # [I]
+  result: Any  # [I]
+  copies: Any  # [E]
+  home_extra: Any  # [E], copies beyond the first that the home sends
+  need: Any  # [E], copies that nobody sends yet
+  from_expert: Any  # [E], how near a free rank is, and the member that leads there
+  base: Any  # [G], copies that a rank must send: one of each of its replicated experts
+  own_need: Any  # [G], of all its home experts
+  spare: Any  # [G], copies that the rank could still send
+  from_rank: Any  # [G], how near a free rank is, and the place of the expert that leads there
+  offered: Any  # [G], the expert that a rank offers to send
+  totals: Any  # [4], parts of the bound
+  scratch: Any  # [128]
+
+  @staticmethod
+  def sizes(problem: Problem) -> "Vectors":
+    items = padded(problem.num_ranks * problem.num_slots)
+    experts, ranks = padded(problem.num_experts), padded(problem.num_ranks)
+    return Vectors(*[items] * 6, *[experts] * 4, *[ranks] * 5, *[THREADS] * 2)
+
+
+class Item(NamedTuple):
+  """128 slots; an empty one counts as one of expert 0."""
+
+  index: Array
+  filled: Array  # bool
+  expert: Array
+  rank: Array
+  slot: Array
+  home: Array  # the rank that the expert is from
+  own: Array  # the expert's place among those of its home
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Members:
+  """Who can send what: homes their own experts, holders those in their slots."""
+
+  vectors: Vectors
+  items: list[Item]
+  ranks: int  # G
+  experts: int  # E
+  home: int  # M
+  slots: int  # S
+
+  @staticmethod
+  def read(vectors: Vectors, problem: Problem) -> "Members":
+    """The members that ``vectors.expert`` tells."""
+    size, items = problem.num_ranks * problem.num_slots, []
+    for _, index in chunks(size):
+      held = lookup(vectors.expert, index)
+      expert = jnp.maximum(held, 0)
+      rank, slot = divide(jnp.minimum(index, size - 1), problem.num_slots)
+      items.append(Item(index, held >= 0, expert, rank, slot, *divide(expert, problem.num_home)))
+    return Members(
+      vectors=vectors,
+      items=items,
+      ranks=problem.num_ranks,
+      experts=problem.num_experts,
+      home=problem.num_home,
+      slots=problem.num_slots,
+    )
+
+  def ranks_by_thread(self) -> list[tuple[Array, Array]]:
+    """Each thread's number, and its rank; where there is no such rank, the last one."""
+    return [(g, jnp.minimum(g, self.ranks - 1)) for _, g in chunks(self.ranks)]
+
+
+def over_pairs(
+  size: int,
+  group_ref: Any,
+  own_ref: Any,
+  other_refs: tuple[Any, Any],
+  fold: Callable[[Array, Array, Array, Array, Array], Array],
+  update_at: Callable[..., None],
+  result_ref: Any,
+) -> None:
+  """Folds into each element of ``result_ref`` all elements of its group, ``size`` of them.
+
+  A lane holds four elements, and each warp goes over a quarter of the others.
+
+  Args:
+    size: of all vectors but for the padding, whose group or value must make no difference.
+    group_ref: the group of each element.
+    own_ref: what an element is compared by.
+    other_refs: two vectors of what the others bring.
+    fold: from a result so far, a mask of the same group, the element's own, and the two others'.
+    update_at: joins the results of the warps.
+    result_ref: initial values; needs a barrier before and after.
+  """
+  warp, lane = divide(thread_index(), LANES)
+  for start in range(0, size, THREADS):
+    places = [lane + first for first in range(start, min(start + THREADS, size), LANES)]
+    mine = [(lookup(group_ref, place), lookup(own_ref, place)) for place in places]
+
+    def step(turn: Array, results: list[Array], mine: Any = mine) -> list[Array]:
+      other = turn * _WARPS + warp
+      group, *brought = [lookup(ref, other) for ref in (group_ref, *other_refs)]
+      return [
+        fold(result, group == own_group, own, *brought)
+        for result, (own_group, own) in zip(results, mine, strict=True)
+      ]
+
+    initial = [place * 0 for place in places]
+    results = unrolled(-(-size // _WARPS), step, initial, most=8)
+    for place, result in zip(places, results, strict=True):
+      update_at(result_ref, place, result, result > 0)
+
+
+def sum_greater(size: int, group_ref: Any, vectors: Vectors) -> None:
+  """Adds to ``result`` the values of those in the group whose key is greater."""
+  v = vectors
+
+  def fold(total: Array, same: Array, own: Array, key: Array, value: Array) -> Array:
+    return total + where(same & (key > own), value, 0)
+
+  over_pairs(size, group_ref, v.key, (v.key, v.value), fold, add_at, v.result)

@@ -1,0 +1,1 @@
+"""The kernel that finds the row of every assignment."""

@@ -1,0 +1,1 @@
+"""Kernels that write into other GPUs' memory: tokens, copies of weights, their gradients."""

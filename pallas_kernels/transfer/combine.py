@@ -1,0 +1,239 @@
+"""Rows back to their tokens, summed, over NVLink: the adjoint of dispatch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import support, varying
+from pallas_kernels.transfer import chunks
+from pallas_kernels.transfer import tiles as tiling
+from pallas_kernels.transfer.chunks import Deal, Tuning
+from pallas_kernels.warp.branches import cond, when
+
+Array = jax.Array
+
+# Measured on H200: more workers than dispatch has, as they also add, and fewer signals.
+TUNING = Tuning(workers=8, tile_bytes=8192, steps=2)
+_LANES = 128  # threads that add a row together
+_MOST_PER_THREAD = 32  # values of a row that a thread adds at a time, in registers
+
+
+@functools.partial(jax.jit, static_argnames=("axis_name", "tuning"))
+def combine(
+  rows_CD: Array,
+  gate_GTK: Array | None,
+  dest_TK: Array,
+  received_GTK: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning | None = None,
+) -> Array:
+  """Sums every token's rows, weighted by their gates.
+
+  The rank that computed the rows sums those of a token and sends the sum once; the token's rank
+  sums over ranks. Both sums are in float32 and in the order of the token's assignments, so the
+  result does not depend on timing; what crosses is rounded to the dtype of the rows.
+
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``). It cannot deadlock, for the reason that ``dispatch`` cannot.
+
+  Args:
+    rows_CD: ``[C, D]`` bfloat16, float16 or float32. Rows that feed no token are not read.
+    gate_GTK: ``[G, T, K]`` float32, the weights of the assignments that ``received_GTK`` has rows
+      of; others are not read. ``None``: all are 1.
+    dest_TK: ``[T, K]`` int32, the rank that computes this rank's assignment, −1 for none.
+    received_GTK: ``[G, T, K]`` int32, the rows on this rank of the assignments of all ranks, −1
+      for those that other ranks compute.
+    axis_name: the expert mesh axis, of size G.
+    tuning: workers, and the bytes of the part of a row that is sent at a time; must be the same
+      on all ranks.
+
+  Returns:
+    ``[T, D]`` in the dtype of the rows; zero for a token without assignments.
+
+  Raises:
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or D no multiple of
+      128.
+    ValueError: shapes that do not fit.
+  """
+  tuning = tuning or TUNING
+  _check(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name)
+  (num_tokens, top_k), width = dest_TK.shape, rows_CD.shape[1]
+  if not dest_TK.size:
+    return jnp.zeros((num_tokens, width), rows_CD.dtype)
+  deal = Deal.of(num_tokens, top_k, tuning)
+  num_ranks = received_GTK.shape[0]
+  source_TK = jnp.where(chunks.leads(dest_TK), dest_TK, -1)
+  tables = [deal.table(source_TK, -1), deal.table(received_GTK, -1)]
+  if gate_GTK is not None:
+    tables.append(deal.table(gate_GTK, 0.0))
+  rows_CD, *tables = varying.vary_alike(rows_CD, *tables)
+  parts = chunks.pieces(width, min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning)))
+  kernel = plgpu.kernel(
+    functools.partial(
+      _kernel, parts=parts, deal=deal, weighted=gate_GTK is not None, axis_name=axis_name
+    ),
+    out_type=[
+      jax.typeof(rows_CD).update(shape=(num_tokens, width)),
+      jax.typeof(rows_CD).update(shape=(num_ranks, num_tokens, width)),
+    ],
+    grid=(tuning.blocks,),
+    grid_names=(tiling.BLOCK_AXIS,),
+    num_threads=tuning.workers,
+    thread_name=tiling.WORKER_AXIS,
+    scratch_types=[
+      plgpu.SMEM((tuning.workers, deal.line), jnp.int32),
+      plgpu.SMEM((tuning.workers, deal.line), jnp.float32),
+      plgpu.SMEM((tuning.workers, max(length for _, length in parts)), rows_CD.dtype),
+      plgpu.Barrier(num_barriers=tuning.workers),
+      plgpu.SemaphoreType.REGULAR((tuning.workers, num_ranks)),
+    ],
+    kernel_name="combine",
+  )
+  return support.call(kernel, [rows_CD, *tables])[0]
+
+
+def _buffer_length(rows_CD: Array, tuning: Tuning) -> int:
+  """Values that fit into a worker's buffer, a multiple of the threads that fill it."""
+  length = tuning.tile_bytes // rows_CD.dtype.itemsize // _LANES * _LANES
+  if not length:
+    raise ValueError(
+      f"tile_bytes: expected at least {_LANES * rows_CD.dtype.itemsize} for {rows_CD.dtype}, "
+      f"got {tuning.tile_bytes}"
+    )
+  return length
+
+
+def _kernel(
+  rows_ref: Any,
+  source_ref: Any,
+  received_ref: Any,
+  *refs: Any,
+  parts: list[tuple[int, int]],
+  deal: Deal,
+  weighted: bool,
+  axis_name: str,
+) -> None:
+  gate_ref = refs[0] if weighted else None
+  y_ref, sums_ref, all_lines, all_gates, all_buffers, all_loaded, all_sent = refs[weighted:]
+  slot = lax.axis_index(tiling.WORKER_AXIS)
+  loaded, sent = all_loaded.at[slot], all_sent.at[slot]
+  worker = lax.axis_index(tiling.BLOCK_AXIS) * all_lines.shape[0] + slot
+  rank, num_ranks = lax.axis_index(axis_name), lax.axis_size(axis_name)
+
+  def load(source: Any, target: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    plgpu.barrier_wait(loaded)
+
+  def load_line(source: Any, target: Any) -> None:
+    plgpu.commit_smem()  # all threads have read the one before
+    load(source, target.at[slot])
+
+  def assignment(token: Array, k: Array) -> Array:
+    return all_lines[slot, token * deal.top_k + k]
+
+  def total(token: Array, length: int, term: Callable[[Array, Array], Array]) -> Array:
+    """The sum of ``term(k, line entry)`` over a token's assignments with an entry."""
+
+    def add(k: Array, sum_D: Array) -> Array:
+      entry = assignment(token, k)
+      return cond(entry >= 0, lambda: sum_D + term(k, entry), lambda: sum_D)
+
+    return lax.fori_loop(0, deal.top_k, add, jnp.zeros(length, jnp.float32))
+
+  def has_any(token: Array) -> Array:
+    most = lax.fori_loop(
+      0, deal.top_k, lambda k, best: lax.max(best, assignment(token, k)), jnp.int32(-1)
+    )
+    return most >= 0
+
+  def send_chunk(step: Array) -> None:
+    """Sends every rank the sums of its tokens of a chunk."""
+    chunk = deal.chunk_index(step, worker)
+    for index in range(num_ranks):
+      to = chunks.peer(index, axis_name)
+      load_line(received_ref.at[to, chunk], all_lines)
+      if gate_ref is not None:
+        load_line(gate_ref.at[to, chunk], all_gates)
+
+      def send_token(token: Array, to: Array = to) -> None:
+        for start, length in parts:
+
+          def weigh(k: Array, row: Array, start: int = start, length: int = length) -> Array:
+            row_D = rows_ref[row, pl.ds(start, length)].astype(jnp.float32)
+            return row_D * all_gates[slot, token * deal.top_k + k] if weighted else row_D
+
+          sum_D = total(token, length, weigh)
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the part before it
+          staged = all_buffers.at[slot, pl.ds(0, length)]
+          staged[...] = sum_D.astype(rows_ref.dtype)
+          plgpu.commit_smem()
+          device: Any = {axis_name: to}  # a type that remote_ref takes and does not declare
+          target = plgpu.remote_ref(sums_ref, device)
+          place = target.at[rank, chunk * deal.chunk + token, pl.ds(start, length)]
+          plgpu.copy_smem_to_gmem(staged, place)
+
+      @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
+      def _(token: Array, send_token: Callable[..., None] = send_token) -> None:
+        when(has_any(token))(lambda: send_token(token))
+
+    plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
+    for index in range(num_ranks):
+      pl.semaphore_signal(sent.at[rank], device_id={axis_name: chunks.peer(index, axis_name)})
+
+  def add_chunk(step: Array) -> None:
+    """Adds what all ranks sent of a chunk."""
+    chunk = deal.chunk_index(step, worker)
+    load_line(source_ref.at[chunk], all_lines)
+    for index in range(num_ranks):
+      pl.semaphore_wait(sent.at[chunks.peer(index, axis_name)])
+
+    @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
+    def _(token: Array) -> None:
+      place = chunk * deal.chunk + token
+
+      @when(place < deal.tokens)
+      def _() -> None:
+        for start, length in parts:
+
+          def read(k: Array, source: Array, start: int = start, length: int = length) -> Array:
+            return sums_ref[source, place, pl.ds(start, length)].astype(jnp.float32)
+
+          y_ref[place, pl.ds(start, length)] = total(token, length, read).astype(y_ref.dtype)
+
+  @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
+  def _(step: Array) -> None:
+    send_chunk(step)
+    when(step > 0)(lambda: add_chunk(step - 1))
+
+  add_chunk(jnp.int32(deal.steps - 1))
+
+
+def check_sizes(width: int, dtype: Any) -> None:
+  """Raises NotImplementedError unless the kernel handles rows of ``width`` values of a dtype."""
+  if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise NotImplementedError(f"rows_CD: expected bfloat16, float16 or float32, got {dtype}")
+  if width == 0 or width % _LANES:
+    raise NotImplementedError(f"D: expected a positive multiple of {_LANES}, got {width}")
+
+
+def _check(
+  rows_CD: Array, gate_GTK: Array | None, dest_TK: Array, received_GTK: Array, axis_name: str
+) -> None:
+  support.check_mesh(axis_name)
+  chunks.check_assignments(dest_TK, received_GTK, axis_name)
+  if rows_CD.ndim != 2:
+    raise ValueError(f"rows_CD: expected [C, D], got {rows_CD.shape}")
+  check_sizes(rows_CD.shape[1], rows_CD.dtype)
+  if gate_GTK is not None and (
+    gate_GTK.shape != received_GTK.shape or gate_GTK.dtype != jnp.float32
+  ):
+    raise ValueError(
+      f"gate_GTK: expected float32 {received_GTK.shape}, got {gate_GTK.dtype} {gate_GTK.shape}"
+    )

@@ -1,0 +1,342 @@
+"""Sums of the replica slots' gradients into the home experts' of all ranks, over NVLink."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import varying
+from pallas_kernels.transfer import tiles as tiling
+from pallas_kernels.transfer import trees
+from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
+from pallas_kernels.transfer.trees import Trees
+from pallas_kernels.warp.branches import one_if, when
+
+Array = jax.Array
+
+_INBOX = 2  # tiles that a sender may be ahead of its parent
+_UNIT = 1024  # elements that a warpgroup adds at a time
+_LAST = jnp.iinfo(jnp.int32).max  # sorts behind all keys
+
+
+def reduce_replicas(
+  replicas: Sequence[Array],
+  homes: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning | None = None,
+) -> list[Array]:
+  """Adds every replica slot's gradient to its expert's home gradient; adjoint of ``replicate``.
+
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``), and inside a ``jit``. One kernel reduces all arrays, tile by
+  tile, along the transfer trees backwards. A rank adds what its children sent to its own tile and
+  pushes the sum into an inbox of the parent; the home adds its children's to its own. The order is
+  fixed: the own value, then the children by rank. So the sums are the same bits whatever the
+  timing.
+
+  The inbox has two tiles for every worker and every slot of another rank:
+  ``2 * (G - 1) * S * blocks * workers * tile_bytes`` bytes, whatever the size of an expert. A
+  sender reuses a place when the parent has acknowledged the tile in it. All signals are awaited:
+  when the kernel returns on a rank, its gradients are complete, its inbox is not written to any
+  more, and nobody signals to it.
+
+  The homes are updated in place, and only experts with replicas are touched. XLA copies the
+  operand first where it cannot give it up: an argument of the outermost ``jit`` that is not
+  donated, or a value that is used again.
+
+  No legal plan can deadlock. All workers go through the tiles in the same order, and in each tile
+  through their slots without children, their other slots from the deepest in its tree up, and
+  their homes. A worker only ever waits for the same worker of another rank, and for one of two
+  things: a child's tile, which comes earlier in this common order, since a child is deeper than
+  its parent or has no children; or the acknowledgement of the tile two before, which comes
+  earlier too. It announces what it sends and acknowledges what it takes before it waits again. So
+  of all waiting workers the one that is first in the order waits for one that does not wait.
+
+  Args:
+    replicas: ``[S, ...]`` float32 each, gradients of this rank's replica slots. Those of empty
+      slots are not read. Rows must be multiples of 16 bytes.
+    homes: ``[M, ...]`` float32, gradients of this rank's home experts, for each of ``replicas``.
+    replica_expert_GS: as for ``replicate``.
+    parent_GS: as for ``replicate``: the rank that a slot's sum is sent to.
+    axis_name: the expert mesh axis, of size G.
+    tuning: workers and tiles; must be the same on all ranks. A worker has two tiles of memory.
+
+  Returns:
+    The homes with the gradients of all replicas added.
+
+  Raises:
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
+      multiple of 16 bytes.
+    ValueError: shapes that do not fit, or a tuning that needs too much shared memory.
+  """
+  transfer = reduction(
+    replicas, homes, replica_expert_GS, parent_GS, axis_name=axis_name, tuning=tuning or Tuning()
+  )
+  return list(homes) if transfer is None else transfer.launch()
+
+
+def reduction(
+  replicas: Sequence[Array],
+  homes: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning,
+) -> Transfer | None:
+  """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
+
+  Its result is that of ``reduce_replicas``.
+  """
+  replicas, homes = list(replicas), list(homes)
+  _check(replicas, homes, replica_expert_GS, parent_GS, axis_name)
+  num_ranks, num_slots = replica_expert_GS.shape
+  num_others = (num_ranks - 1) * num_slots
+  if not homes or not num_others:
+    return None
+  tiles = tiling.cut("homes", homes, tuning)
+  length = max(each.length for each in tiles)
+  buffer = plgpu.SMEM((tuning.workers, -(-length // _UNIT) * _UNIT), jnp.float32)
+  if (shared := 2 * 4 * math.prod(buffer.shape)) > tiling.SHARED_BYTES:
+    raise ValueError(f"tuning: expected at most {tiling.SHARED_BYTES} shared bytes, got {shared}")
+  work = _work_list(replica_expert_GS, parent_GS, lax.axis_index(axis_name), homes[0].shape[0])
+  rows = [replica.reshape(num_slots, -1) for replica in replicas]
+  axes = varying.axes_of(work, *rows, *homes)
+  sums = varying.untyped([home.reshape(home.shape[0], -1) for home in homes])
+  sum_refs = [jax.new_ref(each) for each in sums]
+
+  def finish(_: Sequence[Array]) -> list[Array]:
+    return [
+      varying.vary(jax.freeze(ref), axes).reshape(home.shape)
+      for ref, home in zip(sum_refs, homes, strict=True)
+    ]
+
+  return Transfer(
+    operands=[work, *rows, *sum_refs],
+    out_type=[
+      jax.ShapeDtypeStruct(
+        (tuning.blocks * tuning.workers, _INBOX, num_others, length), jnp.float32
+      )
+    ],
+    scratch_types=[
+      plgpu.Barrier(num_barriers=tuning.workers),
+      plgpu.Barrier(num_barriers=tuning.workers),
+      plgpu.SemaphoreType.REGULAR((tuning.workers, num_others)),
+      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
+    ],
+    buffers=[plgpu.SMEM((tuning.workers, work.size), jnp.int32), buffer, buffer],
+    body=functools.partial(
+      _kernel,
+      tiles=tiles,
+      num_home=homes[0].shape[0],
+      num_slots=num_slots,
+      axis_name=axis_name,
+      tuning=tuning,
+    ),
+    finish=finish,
+    tuning=tuning,
+    name="reduce_replicas",
+  )
+
+
+class _Fields:
+  """Where the parts of the work list lie: a count, columns of nodes, children.
+
+  A node is what this rank has of an expert that others have too: an own slot, or a home expert
+  with replicas. They are in the order of the work. Its children are filled slots of other ranks.
+  """
+
+  COUNT = 0
+  SOURCE, PARENT, END = range(3)  # home expert or M + slot; rank, of a slot; of its children
+
+  @classmethod
+  def node(cls, num_nodes: int, index: Array | int, column: int) -> Array | int:
+    return 1 + column * num_nodes + index
+
+  @classmethod
+  def child(cls, num_nodes: int, index: Array | int) -> Array | int:
+    return 1 + 3 * num_nodes + index
+
+
+def _num_nodes(num_ranks: int, num_slots: int, num_home: int) -> int:
+  """The most nodes that a rank can have."""
+  return num_slots + min(num_home, (num_ranks - 1) * num_slots)
+
+
+def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home: int) -> Array:
+  """What one rank adds and sends, a vector of int32 as ``_Fields`` describes it.
+
+  Axis N is all slots of all ranks, axis Q what this rank can have of an expert: home experts
+  (below M) and own slots (M + slot).
+  """
+  num_ranks, num_slots = replica_expert_GS.shape
+  size, num_sources = num_ranks * num_slots, num_home + num_slots
+  tree = Trees.of(replica_expert_GS, parent_GS)
+  mine_N = tree.filled_N & (tree.parent_N == rank)
+  source_N = tree.source(rank, num_home, num_slots)
+  feeds_QN = (jnp.arange(num_sources)[:, None] == source_N[None, :]) & mine_N[None, :]
+  children_Q = jnp.sum(feeds_QN, axis=1, dtype=jnp.int32)
+
+  def own(slots_N: Array, of_homes: int | bool) -> Array:
+    """Per source: a value for all homes, this rank's part of ``slots_N`` for its slots."""
+    homes_M = jnp.full(num_home, of_homes, slots_N.dtype)
+    return jnp.concatenate([homes_M, slots_N.reshape(num_ranks, num_slots)[rank]])
+
+  used_Q = own(tree.filled_N, False) | (children_Q > 0)
+  # Slots without children, then by falling depth, homes (one less than the first slots) last.
+  turn_Q = jnp.where(children_Q > 0, num_ranks - own(tree.depth_N, -1), 0)
+  order_Q = jnp.argsort(jnp.where(used_Q, turn_Q, num_ranks + 2)).astype(jnp.int32)
+  place_N = jnp.argsort(order_Q).astype(jnp.int32)[source_N]
+  key_N = jnp.where(mine_N, place_N * size + jnp.arange(size, dtype=jnp.int32), _LAST)
+  child_N = jnp.sort(key_N) % size
+  source_Q = order_Q[: _num_nodes(num_ranks, num_slots, num_home)]
+  end_Q = jnp.cumsum(children_Q[source_Q], dtype=jnp.int32)
+  count = jnp.sum(used_Q, dtype=jnp.int32)
+  work = jnp.concatenate([count[None], source_Q, own(tree.parent_N, -1)[source_Q], end_Q, child_N])
+  return jnp.pad(work, (0, -work.size % 32))
+
+
+def _kernel(
+  operand_refs: Sequence[Any],
+  result_refs: Sequence[Any],
+  scratch_refs: Sequence[Any],
+  buffer_refs: Sequence[Any],
+  *,
+  tiles: Sequence[Tiles],
+  num_home: int,
+  num_slots: int,
+  axis_name: str,
+  tuning: Tuning,
+) -> None:
+  num_arrays = tiles[-1].array + 1
+  work_ref, *refs = operand_refs
+  replica_refs, sum_refs = refs[:num_arrays], refs[num_arrays:]
+  (inbox_ref,) = result_refs
+  own_loaded, sent_loaded, arrived, acknowledged, work_buffer, own_buffer, sent_buffer = (
+    ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
+  )
+  num_workers, worker = tuning.blocks * tuning.workers, tiling.worker_index(tuning)
+  num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
+  rank = lax.axis_index(axis_name)
+  num_tiles = tiling.count(tiles, worker, num_workers)
+
+  def load(source: Any, target: Any, loaded: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+  load(work_ref, work_buffer, own_loaded)
+  plgpu.barrier_wait(own_loaded)
+
+  def device(rank: Array) -> Any:
+    return {axis_name: rank}
+
+  def node(index: Array, column: int) -> Array:
+    return work_buffer[_Fields.node(num_nodes, index, column)]
+
+  def place(child: Array, parent: Array) -> Array:
+    """Where a slot's tiles lie in the inbox of its parent, which has none for its own slots."""
+    return child - num_slots * one_if(child >= parent * num_slots)
+
+  def add_all(step: Array, begin: Array, end: Array, length: int) -> None:
+    """Adds the tiles of children to the own one."""
+
+    @pl.loop(begin, end)
+    def _(index: Array) -> None:
+      child = work_buffer[_Fields.child(num_nodes, index)]
+      here = place(child, rank)
+      pl.semaphore_wait(arrived.at[here])
+      part = pl.ds(0, length)
+      load(
+        inbox_ref.at[worker, lax.rem(step, _INBOX), here, part], sent_buffer.at[part], sent_loaded
+      )
+      plgpu.barrier_wait(sent_loaded)
+
+      for start in range(0, length, _UNIT):  # what lies behind the tile is added, but not used
+        unit = pl.ds(start, _UNIT)
+        own_buffer[unit] = own_buffer[unit] + sent_buffer[unit]
+      plgpu.commit_smem()  # before the buffers are loaded to and stored from
+
+      @when(step + _INBOX < num_tiles)
+      def _() -> None:
+        sender = device(lax.div(child, num_slots))
+        pl.semaphore_signal(acknowledged.at[lax.rem(child, num_slots)], device_id=sender)
+
+  def send(step: Array, slot: Array, parent: Array, length: int) -> None:
+    """Sends the own tile of a slot to the inbox of its parent."""
+    there = place(rank * num_slots + slot, parent)
+    peer, part = device(parent), pl.ds(0, length)
+
+    @when(step >= _INBOX)
+    def _() -> None:
+      pl.semaphore_wait(acknowledged.at[slot])
+
+    target = plgpu.remote_ref(inbox_ref, peer).at[worker, lax.rem(step, _INBOX), there, part]
+    plgpu.copy_smem_to_gmem(own_buffer.at[part], target)
+    plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
+    pl.semaphore_signal(arrived.at[there], device_id=peer)
+
+  def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
+    """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""
+    source, parent, end = (node(index, f) for f in (_Fields.SOURCE, _Fields.PARENT, _Fields.END))
+    slot, step = source - num_home, each.step(offset, num_workers)
+    part, buffer = pl.ds(offset, each.length), own_buffer.at[pl.ds(0, each.length)]
+
+    @when(slot < 0)
+    def _() -> None:
+      load(sum_refs[each.array].at[source, part], buffer, own_loaded)
+
+    @when(slot >= 0)
+    def _() -> None:
+      load(replica_refs[each.array].at[slot, part], buffer, own_loaded)
+
+    plgpu.barrier_wait(own_loaded)
+    add_all(step, begin, end, each.length)
+
+    @when(slot < 0)
+    def _() -> None:
+      plgpu.copy_smem_to_gmem(buffer, sum_refs[each.array].at[source, part])
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @when(slot >= 0)
+    def _() -> None:
+      send(step, slot, parent, each.length)
+
+    return end
+
+  for each in tiles:
+
+    def reduce_all(offset: Array, each: Tiles = each) -> None:
+      lax.fori_loop(
+        0,
+        work_buffer[_Fields.COUNT],
+        functools.partial(reduce, each=each, offset=offset),
+        jnp.int32(0),
+      )
+
+    each.each(worker, num_workers, reduce_all)
+
+  plgpu.wait_smem_to_gmem(0)
+
+
+def _check(
+  replicas: Sequence[Array],
+  homes: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  axis_name: str,
+) -> None:
+  trees.check("homes", homes, replica_expert_GS, parent_GS, axis_name)
+  for name, arrays in (("replicas", replicas), ("homes", homes)):
+    if wrong := {str(array.dtype) for array in arrays} - {"float32"}:
+      raise NotImplementedError(f"{name}: expected float32, got {sorted(wrong)}")
+  expected = [(replica_expert_GS.shape[1], *home.shape[1:]) for home in homes]
+  if (shapes := [replica.shape for replica in replicas]) != expected:
+    raise ValueError(f"replicas: expected shapes {expected}, got {shapes}")

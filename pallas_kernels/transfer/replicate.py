@@ -1,0 +1,310 @@
+"""Copies of experts' arrays to the replica slots of all ranks, over NVLink."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import varying
+from pallas_kernels.transfer import tiles as tiling
+from pallas_kernels.transfer import trees
+from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
+from pallas_kernels.transfer.trees import Trees
+from pallas_kernels.warp.branches import when
+
+Array = jax.Array
+
+
+def replicate(
+  arrays: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning | None = None,
+  home_rows_G: Array | None = None,
+) -> list[Array]:
+  """Fills every rank's replica slots with copies of their experts' arrays, bit for bit.
+
+  Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
+  (see ``support.why_unsupported``). One kernel moves all arrays. The ranks that send push tiles
+  into the slots of the receivers; a rank that forwards an expert sends each tile on as soon as it
+  has landed in its own slot. A tile is read once per rank, however many copies it feeds. When the
+  kernel returns on a rank, that rank's slots are complete.
+
+  No legal plan can deadlock. All workers go through the turns, through the tiles of a turn in the
+  same order, and through the experts they send of each tile in the order of the depth of their
+  slot in its tree (home: 0). An expert has the same turn on all ranks. A worker only ever waits
+  for a tile to land in a slot of depth d, sent by the same worker of another rank, whose place in
+  this common order is the same turn and tile, and depth d − 1. It has done all that comes before
+  in the order, and what it has sent is announced before it waits. So of all waiting workers the
+  one that is first in the order waits for one that does not wait.
+
+  Args:
+    arrays: ``[M, ...]`` each, this rank's home experts. Rows must be multiples of 16 bytes.
+    replica_expert_GS: ``[G, S]`` int32, the expert in each slot, −1 if empty; the same on all
+      ranks. An expert is at most once on a rank and never on its home ``e // M``.
+    parent_GS: ``[G, S]`` int32, the rank that sends the slot its copy, −1 if empty. It is the
+      home or has a slot with the expert; the senders of an expert form a tree.
+    axis_name: the expert mesh axis, of size G.
+    tuning: workers and tiles; must be the same on all ranks.
+    home_rows_G: ``[G]`` int32, the same on all ranks, rows that each rank has to compute before
+      it needs copies. Experts for ranks with few go first, others when these have been sent; all
+      in one turn, they would all arrive at the end. ``None``: one turn.
+
+  Returns:
+    An ``[S, ...]`` array for each of ``arrays``. Empty slots are not written: they hold anything,
+    NaN included.
+
+  Raises:
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
+      multiple of 16 bytes.
+    ValueError: shapes that do not fit.
+  """
+  transfer = replication(
+    arrays,
+    replica_expert_GS,
+    parent_GS,
+    axis_name=axis_name,
+    tuning=tuning or Tuning(),
+    home_rows_G=home_rows_G,
+  )
+  if transfer is None:
+    num_slots = replica_expert_GS.shape[1]
+    return [jnp.zeros((num_slots, *array.shape[1:]), array.dtype) for array in arrays]
+  return transfer.launch()
+
+
+def replication(
+  arrays: Sequence[Array],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  tuning: Tuning,
+  home_rows_G: Array | None = None,
+) -> Transfer | None:
+  """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
+
+  Its result is that of ``replicate``.
+  """
+  arrays = list(arrays)
+  trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)
+  num_slots = replica_expert_GS.shape[1]
+  if not arrays or not num_slots:
+    return None
+  tiles = tiling.cut("arrays", arrays, tuning)
+  num_home = arrays[0].shape[0]
+  turn_N = _turns(replica_expert_GS, home_rows_G)
+  work = _work_list(replica_expert_GS, parent_GS, turn_N, lax.axis_index(axis_name), num_home)
+  work, *rows = varying.vary_alike(work, *[array.reshape(num_home, -1) for array in arrays])
+
+  def finish(copies: Sequence[Array]) -> list[Array]:
+    return [
+      copy.reshape(num_slots, *array.shape[1:]) for copy, array in zip(copies, arrays, strict=True)
+    ]
+
+  return Transfer(
+    operands=[work, *rows],
+    out_type=[jax.typeof(row).update(shape=(num_slots, row.shape[1])) for row in rows],
+    scratch_types=[
+      plgpu.Barrier(num_barriers=tuning.workers),
+      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
+    ],
+    buffers=[
+      plgpu.SMEM((tuning.workers, work.size), jnp.int32),
+      *tiling.buffers(tiles, tuning),
+    ],
+    body=functools.partial(
+      _kernel,
+      tiles=tiles,
+      num_home=num_home,
+      num_slots=num_slots,
+      axis_name=axis_name,
+      tuning=tuning,
+    ),
+    finish=finish,
+    tuning=tuning,
+    name="replicate",
+  )
+
+
+class _Fields:
+  """Where the parts of the work list lie: a count, a flag per own slot, five columns per copy.
+
+  A copy is one slot that this rank fills. Copies of one turn are neighbours. In a turn, copies of
+  one source are, those that are forwarded first. Sources are home experts (below M) and own slots
+  (M + slot), by rising depth, those with copies that are forwarded first.
+  """
+
+  COUNT = 0
+  AWAITED = 1  # own slots that are filled and not forwarded: they are waited for at the end
+  COLUMNS = 5
+  CHILD, SOURCE = 0, 1  # the filled slot (rank * S + slot); its source
+  RELAYED_END, END, TURN_END = 2, 3, 4  # of the source's copies that are forwarded, of all; turn's
+
+  @classmethod
+  def copy(cls, num_slots: int, index: Array, column: int) -> Array:
+    return cls.AWAITED + num_slots + cls.COLUMNS * index + column
+
+
+def _turns(replica_expert_GS: Array, home_rows_G: Array | None) -> Array:
+  """``[N]``, when each slot's expert is sent: by the least rows of the ranks that get it."""
+  num_ranks, num_slots = replica_expert_GS.shape
+  if home_rows_G is None:
+    return jnp.zeros(num_ranks * num_slots, jnp.int32)
+  if home_rows_G.shape != (num_ranks,):
+    raise ValueError(f"home_rows_G: expected shape ({num_ranks},), got {home_rows_G.shape}")
+  if home_rows_G.dtype != jnp.int32:
+    raise TypeError(f"home_rows_G: expected int32, got {home_rows_G.dtype}")
+  turn_G = home_rows_G // (jnp.max(home_rows_G) // trees.TURNS + 1)
+  turn_N = jnp.repeat(turn_G, num_slots)
+  expert_N = replica_expert_GS.reshape(-1)
+  same_NN = expert_N[:, None] == expert_N[None, :]
+  return jnp.min(jnp.where(same_NN, turn_N[None, :], trees.TURNS), axis=1)
+
+
+def _work_list(
+  replica_expert_GS: Array, parent_GS: Array, turn_N: Array, rank: Array, num_home: int
+) -> Array:
+  """What one rank sends and awaits, a vector of int32 as ``_Fields`` describes it.
+
+  Axis N is all slots of all ranks. All is compares and sums, but for one sort.
+  """
+  num_ranks, num_slots = replica_expert_GS.shape
+  size, num_sources = num_ranks * num_slots, num_home + num_slots
+  tree = Trees.of(replica_expert_GS, parent_GS)
+  expert_N, parent_N, forwards_N = tree.expert_N, tree.parent_N, tree.forwards_N
+  slot_N = jnp.arange(size, dtype=jnp.int32)
+  source_N = tree.source(rank, num_home, num_slots)
+  siblings_NN = (expert_N[:, None] == expert_N[None, :]) & (parent_N[:, None] == parent_N[None, :])
+  relayed_N = jnp.any(siblings_NN & forwards_N[None, :], axis=1)
+  group_N = 2 * (turn_N * num_ranks + tree.depth_N) + (~relayed_N).astype(jnp.int32)
+  group_N = group_N * num_sources + source_N
+  key_N = (2 * group_N + (~forwards_N).astype(jnp.int32)) * size + slot_N
+  mine_N = tree.filled_N & (parent_N == rank)
+  key_N = jnp.sort(jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max))
+  half_N = key_N // size
+  group_N = half_N // 2
+  turn_N = group_N // (2 * num_ranks * num_sources)
+
+  def ends(first_N: Array, key_N: Array) -> Array:
+    return jnp.sum(first_N[None, :] <= key_N[:, None], axis=1, dtype=jnp.int32)
+
+  columns = (
+    key_N % size,
+    group_N % num_sources,
+    ends(half_N, 2 * group_N),
+    ends(group_N, group_N),
+    ends(turn_N, turn_N),
+  )
+  copies_N5 = jnp.stack(columns, axis=1)
+  awaited_S = (tree.filled_N & ~forwards_N).reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
+  count = jnp.sum(mine_N, dtype=jnp.int32)
+  work = jnp.concatenate([count[None], awaited_S, copies_N5.reshape(-1)])
+  return jnp.pad(work, (0, -work.size % 32))
+
+
+def _kernel(
+  operand_refs: Sequence[Any],
+  replica_refs: Sequence[Any],
+  scratch_refs: Sequence[Any],
+  buffer_refs: Sequence[Any],
+  *,
+  tiles: Sequence[Tiles],
+  num_home: int,
+  num_slots: int,
+  axis_name: str,
+  tuning: Tuning,
+) -> None:
+  work_ref, *home_refs = operand_refs
+  all_loaded, all_landed = scratch_refs
+  all_works, *buffer_refs = buffer_refs
+  worker = lax.axis_index(tiling.WORKER_AXIS)
+  loaded, landed = all_loaded.at[worker], all_landed.at[worker]
+
+  def load(source: Any, target: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+  load(work_ref, all_works.at[worker])
+  plgpu.barrier_wait(loaded)
+  count = all_works[worker, _Fields.COUNT]
+
+  def copy_field(index: Array, column: int) -> Array:
+    return all_works[worker, _Fields.copy(num_slots, index, column)]
+
+  def child(index: Array) -> tuple[Any, Array]:
+    slot = copy_field(index, _Fields.CHILD)
+    return {axis_name: lax.div(slot, num_slots)}, lax.rem(slot, num_slots)
+
+  def announce(index: Array) -> None:
+    rank, slot = child(index)
+    pl.semaphore_signal(landed.at[slot], device_id=rank)
+
+  def send(begin: Array, each: Tiles, offset: Array) -> Array:
+    """Sends a tile of one source; copies from ``begin`` on. Returns where those of the next are."""
+    home_ref, replica_ref = home_refs[each.array], replica_refs[each.array]
+    buffer, part = tiling.buffer(each, tiles, buffer_refs), pl.ds(offset, each.length)
+    source = copy_field(begin, _Fields.SOURCE)
+    relayed_end, end = (copy_field(begin, f) for f in (_Fields.RELAYED_END, _Fields.END))
+
+    @when(source < num_home)
+    def _() -> None:
+      load(home_ref.at[source, part], buffer)
+
+    @when(source >= num_home)
+    def _() -> None:
+      pl.semaphore_wait(landed.at[source - num_home])
+      load(replica_ref.at[source - num_home, part], buffer)
+
+    plgpu.barrier_wait(loaded)
+
+    @pl.loop(begin, end)
+    def _(index: Array) -> None:
+      rank, slot = child(index)
+      plgpu.copy_smem_to_gmem(buffer, plgpu.remote_ref(replica_ref, rank).at[slot, part])
+
+    @when(relayed_end > begin)
+    def _() -> None:
+      plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
+      pl.loop(begin, relayed_end)(announce)
+
+    @when(relayed_end == begin)
+    def _() -> None:
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return end
+
+  def send_turn(begin: Array) -> Array:
+    """Sends all tiles of a turn, whose copies begin here. Returns where the next turn's do."""
+    turn_end = copy_field(begin, _Fields.TURN_END)
+    for each in tiles:
+
+      def send_all(offset: Array, each: Tiles = each) -> None:
+        send_next = functools.partial(send, each=each, offset=offset)
+        lax.while_loop(lambda index: index < turn_end, send_next, begin)
+
+      each.each(tiling.worker_index(tuning), tuning.blocks * tuning.workers, send_all)
+
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.loop(begin, turn_end)
+    def _(index: Array) -> None:
+      @when(index >= copy_field(index, _Fields.RELAYED_END))
+      def _() -> None:
+        announce(index)
+
+    return turn_end
+
+  lax.while_loop(lambda begin: begin < count, send_turn, jnp.int32(0))
+
+  for slot in range(num_slots):
+
+    @when(all_works[worker, _Fields.AWAITED + slot] > 0)
+    def _(slot: int = slot) -> None:
+      pl.semaphore_wait(landed.at[slot])

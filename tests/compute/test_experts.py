@@ -1,0 +1,135 @@
+"""The grouped matmul against a plain one, group by group."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultraep_jax.compute import experts
+from ultraep_jax.types import ExpertWeights
+
+C, D, F, HOME, REPLICA = 40, 6, 10, 3, 2
+
+# Borders anywhere, empty groups, nothing at all, everything in one slot, a full buffer.
+SIZES = [
+  [7, 0, 13, 5, 1],
+  [0, 0, 0, 0, 0],
+  [40, 0, 0, 0, 0],
+  [0, 0, 0, 0, 40],
+  [1, 1, 1, 1, 1],
+  [9, 9, 9, 9, 4],
+  [0, 31, 0, 0, 2],
+]
+
+
+def normal(rng, *shape):
+  return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def reference(rows, weights, sizes):
+  out = np.zeros((rows.shape[0], weights.shape[2]))
+  end = np.cumsum(sizes)
+  for slot, size in enumerate(sizes):
+    span = slice(end[slot] - size, end[slot])
+    out[span] = np.asarray(rows[span], np.float64) @ np.asarray(weights[slot], np.float64)
+  return out
+
+
+def poison(rows, sizes):
+  return rows.at[sum(sizes) :].set(jnp.nan)
+
+
+@pytest.mark.parametrize("capacity", [40, 41, 300])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_grouped_matmul(sizes, transpose, capacity):
+  rng = np.random.default_rng(sum(sizes))
+  sizes = [size * (capacity // C) for size in sizes]
+  rows = poison(normal(rng, capacity, D), sizes)
+  weights = normal(rng, HOME + REPLICA, D, F)
+  operand = jnp.swapaxes(weights, 1, 2) if transpose else weights
+  got = jax.jit(experts.grouped_matmul, static_argnames="transpose_rhs")(
+    rows, operand[:HOME], operand[HOME:], jnp.array(sizes, jnp.int32), transpose_rhs=transpose
+  )
+  np.testing.assert_allclose(got, reference(rows, weights, sizes), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_weight_gradient_of_an_empty_slot_is_zero(sizes):
+  rng = np.random.default_rng(0)
+  rows, grad = poison(normal(rng, C, D), sizes), poison(normal(rng, C, F), sizes)
+  home, replica = jax.jit(experts.grouped_matmul_wgrad, static_argnums=3)(
+    rows, grad, jnp.array(sizes, jnp.int32), HOME
+  )
+  assert home.shape == (HOME, D, F) and replica.shape == (REPLICA, D, F)
+  end = np.cumsum(sizes)
+  for slot, size in enumerate(sizes):
+    span = slice(end[slot] - size, end[slot])
+    got = home[slot] if slot < HOME else replica[slot - HOME]
+    np.testing.assert_allclose(got, np.asarray(rows[span]).T @ grad[span], rtol=1e-5, atol=1e-5)
+    if not size:
+      assert not np.asarray(got).any()
+
+
+def test_without_replica_slots():
+  rng = np.random.default_rng(0)
+  rows, weights = normal(rng, C, D), normal(rng, HOME, D, F)
+  sizes = [10, 20, 10]
+  empty = jnp.zeros((0, D, F), jnp.float32)
+  got = experts.grouped_matmul(rows, weights, empty, jnp.array(sizes, jnp.int32))
+  np.testing.assert_allclose(got, reference(rows, weights, sizes), rtol=1e-5, atol=1e-5)
+  home, replica = experts.grouped_matmul_wgrad(rows, got, jnp.array(sizes, jnp.int32), HOME)
+  assert home.shape == (HOME, D, F) and replica.shape == (0, D, F)
+
+
+def test_no_operand_is_joined_or_expanded():
+  """Neither home and replica weights in one array, nor one copy of the rows per slot."""
+  rows, width, inner, home, replica = 512, 64, 32, 30, 2
+  shapes = [(rows, width), (home, width, inner), (replica, width, inner)]
+  args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  sizes = jax.ShapeDtypeStruct((home + replica,), jnp.int32)
+  compiled = jax.jit(experts.grouped_matmul).lower(*args, sizes).compile()
+  joined = 4 * (home + replica) * width * inner
+  expanded = 4 * (home + replica) * rows * width
+  assert compiled.memory_analysis().temp_size_in_bytes < min(joined, expanded) / 2
+
+
+class Replicas:
+  """Copies that are there, and whose gradients stay."""
+
+  def __init__(self, copies):
+    self.copies = lambda: copies
+    self.copying = lambda: None
+    self.reducing = lambda replica_grads, home_grads: None
+
+  def reduce(self, replica_grads, home_grads):
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), home_grads, replica_grads)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jnp.tanh])
+def test_expert_backward_is_the_gradient(activation):
+  rng = np.random.default_rng(1)
+  sizes = jnp.array([7, 0, 13, 5, 1], jnp.int32)
+  slot_C = np.repeat(np.arange(5), sizes)
+  used = len(slot_C)
+  rows, grad = poison(normal(rng, C, D), sizes.tolist()), normal(rng, C, D)
+  gate = normal(rng, C).at[used:].set(jnp.nan)
+  weights = ExpertWeights(normal(rng, 5, D, F), normal(rng, 5, D, F), normal(rng, 5, F, D))
+  home = jax.tree.map(lambda leaf: leaf[:HOME], weights)
+  replica = jax.tree.map(lambda leaf: leaf[HOME:], weights)
+
+  def plain(rows, gate, weights):
+    gathered = jax.tree.map(lambda leaf: leaf[slot_C], weights)
+    inner = activation(jnp.einsum("cd,cdf->cf", rows, gathered.wi_gate))
+    inner *= jnp.einsum("cd,cdf->cf", rows, gathered.wi_up)
+    return jnp.sum(gate[:, None] * jnp.einsum("cf,cfd->cd", inner, gathered.wo) * grad[:used])
+
+  expected = jax.grad(plain, argnums=(0, 1, 2))(rows[:used], gate[:used], weights)
+  replicas = Replicas(replica)
+  out = experts.expert_forward(rows, home, replicas, sizes, activation)
+  assert out.hidden is not None
+  got = experts.expert_backward(grad, gate, rows, out.hidden, home, replicas, sizes, activation)
+  chex.assert_trees_all_equal(got.copies, replica)
+  got = (got.rows_CD[:used], got.gate_C[:used], got.home)
+  chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)

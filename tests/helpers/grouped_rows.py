@@ -1,0 +1,100 @@
+"""Helpers of the tests of the matmul kernels: group sizes, lowering, and interpreting."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import mosaic_interpret
+import numpy as np
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import pipeline
+from pallas_kernels.matmul.layout import Tuning
+
+TOGETHER = Tuning(blocks=2)
+DEFERRED = Tuning("deferred", blocks=2)
+IN_TURNS = Tuning("in_turns", stages=6, blocks=2)
+IN_PAIRS = Tuning("in_turns", stages=6, blocks=4, cluster=2)
+
+CAPACITY = 640
+
+# Groups that begin anywhere, are small, empty, alone, or all empty.
+SIZES = [
+  [150, 70, 0, 300],
+  [1, 63, 129, 64],
+  [0, 0, 640, 0],
+  [0, 0, 0, 0],
+]
+# Groups of whole tiles: no row is computed twice, and stored twice with the same bits.
+WHOLE = [128, 64, 0, 320]
+
+
+def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def lower(f: Callable[..., Any], *args: Any) -> str:
+  return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def sizes_that_fit(capacity: int, slots: int) -> st.SearchStrategy[np.ndarray]:
+  """Cuts of a random used count; small groups and borders near multiples of tiles are common."""
+  near = st.builds(lambda a, b: a * 64 + b, st.integers(0, capacity // 64), st.integers(-9, 9))
+  cut = st.one_of(st.integers(0, capacity), near.map(lambda x: min(max(x, 0), capacity)))
+  return st.lists(cut, min_size=slots, max_size=slots).map(
+    lambda cuts: np.diff(np.sort(np.array(cuts)), prepend=0)
+  )
+
+
+@contextlib.contextmanager
+def interpreted(races: bool = False) -> Iterator[None]:
+  """Interprets the kernels, with races an error if asked for.
+
+  The interpreter knows neither tiling nor swizzles, and gives the views of a union memories of
+  their own: a union's first view stands for all.
+  """
+  launch = pipeline.launch
+
+  def with_one_view(body: Callable[..., None], *operands: Any, shared: Any, **kwargs: Any) -> Any:
+    def with_views(inputs: Any, outs: Any, views: Any, full: Any, free: Any) -> None:
+      body(inputs, outs, [views[0]] * len(shared), full, free)
+
+    return launch(with_views, *operands, shared=shared[:1], **kwargs)
+
+  # Copies beyond an operand's end give zeros on a GPU; here, what a test sees if it is used.
+  params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+  mode = mosaic_interpret.interpreted() if races else plgpu.force_gpu_interpret_mode(params)
+  with mock.patch.object(pipeline, "launch", with_one_view), mode:
+    yield
+
+
+def used_rows(rng: np.random.Generator, sizes: Sequence[int], width: int) -> jax.Array:
+  """Rows of which the unused are NaN."""
+  return exact(rng, CAPACITY, width).at[sum(sizes) :].set(jnp.nan)
+
+
+def exact(rng: np.random.Generator, *sizes: int) -> jax.Array:
+  """Multiples of 1/64 below 2: sums of a thousand products are exact in float32, in any order.
+
+  So they have the same bits on any machine, wherever in a tile a row is, and whichever of two
+  tiles stores a row last.
+  """
+  return jnp.asarray(rng.integers(-127, 128, size=sizes) / 64, jnp.bfloat16)
+
+
+def spans(sizes: Sequence[int]) -> list[slice]:
+  end = np.cumsum(sizes)
+  return [slice(e - size, e) for e, size in zip(end, sizes, strict=True)]
+
+
+def assert_products(got: jax.Array, rows: jax.Array, weights: jax.Array, sizes: Sequence[int]):
+  """Each group's rows times its weights, rounded once."""
+  assert got.shape == (rows.shape[0], weights.shape[2])
+  assert got.dtype == jnp.bfloat16
+  rows_32, weights_32 = (np.asarray(x, np.float32) for x in (rows, weights))
+  for span, weight in zip(spans(sizes), weights_32, strict=True):
+    np.testing.assert_array_equal(got[span], (rows_32[span] @ weight).astype(jnp.bfloat16))

@@ -1,0 +1,185 @@
+"""Transfers in the first blocks of a matmul's kernel: both do what they do alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assignments import mesh
+from grouped_rows import exact, interpreted
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.matmul import layout
+from pallas_kernels.matmul.gated import gated_beside, gated_matmul
+from pallas_kernels.matmul.grouped import grouped_matmul_sum, sum_beside
+from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
+from pallas_kernels.transfer.reduce_replicas import reduction
+from pallas_kernels.transfer.replicate import replication
+from pallas_kernels.transfer.tiles import Tuning
+
+RANKS, HOME, SLOTS = 2, 1, 1
+REPLICA = jnp.array([[-1], [0]], jnp.int32)
+PARENT = jnp.array([[-1], [0]], jnp.int32)
+
+
+def wgrad_and_copies(tuning, plan, rows, grad, sizes, weights):
+  copying = replication([weights], *plan, axis_name="expert", tuning=tuning)
+  return wgrad_beside(copying, rows, grad, sizes, weights.shape[0])
+
+
+def gated_by_copies(tuning, plan, rows, gate, up, sizes):
+  copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
+  return gated_beside(
+    copying,
+    tuple,
+    rows,
+    gate,
+    up,
+    sizes,
+    jax.nn.relu,
+    keep_hidden=False,
+  )
+
+
+def sum_and_reduction(tuning, plan, rows, grads, homes, replicas, sizes):
+  reducing = reduction([grads[1]], [grads[0]], *plan, axis_name="expert", tuning=tuning)
+  return sum_beside(reducing, rows, homes, replicas, sizes, transpose_rhs=True)
+
+
+def on_ranks(function, tuning, plan, ranks=RANKS, check_vma=True):
+  return jax.jit(
+    jax.shard_map(
+      lambda *args: function(tuning, plan, *args),
+      mesh=mesh((ranks, "expert")),
+      in_specs=P("expert"),
+      out_specs=P("expert"),
+      check_vma=check_vma,
+    )
+  )
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+  monkeypatch.setattr(layout, "_BLOCKS_BESIDE", 1)
+
+
+@pytest.mark.slow
+def test_copies_arrive_beside_the_weight_gradient(few_blocks):
+  rng = np.random.default_rng(0)
+  rows, grad = exact(rng, RANKS * 256, 128), exact(rng, RANKS * 256, 128)
+  weights = exact(rng, RANKS * HOME, 96)
+  sizes = jnp.array([100, 60, 0, 200], jnp.int32)
+  tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
+  with interpreted(races=True):
+    got = on_ranks(wgrad_and_copies, tuning, (REPLICA, PARENT))(rows, grad, sizes, weights)
+    (home, replica), (copies,) = jax.block_until_ready(got)
+  np.testing.assert_array_equal(copies[1], weights[0])
+  for rank in range(RANKS):
+    part = slice(256 * rank, 256 * rank + 256)
+    with interpreted():
+      alone = grouped_matmul_wgrad(rows[part], grad[part], sizes[2 * rank : 2 * rank + 2], HOME)
+      alone = jax.block_until_ready(alone)
+    np.testing.assert_array_equal(home[rank], alone[0][0])
+    np.testing.assert_array_equal(replica[rank], alone[1][0])
+
+
+@pytest.mark.slow
+def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
+  rng = np.random.default_rng(0)
+  rows = exact(rng, RANKS * 256, 64)
+  gate, up = exact(rng, RANKS * HOME, 64, 128), exact(rng, RANKS * HOME, 64, 128)
+  sizes = jnp.array([256, 0, 64, 128], jnp.int32)  # no row is stored twice
+  tuning = Tuning(blocks=1, workers=3, tile_bytes=1024)
+  with interpreted(races=True):
+    run = on_ranks(gated_by_copies, tuning, (REPLICA, PARENT))
+    (inner, _, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
+  np.testing.assert_array_equal(copies[0][1], gate[0])
+  np.testing.assert_array_equal(copies[1][1], up[0])
+  for rank in range(RANKS):
+    part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
+    used = int(sizes[2 * rank : 2 * rank + 2].sum())
+    with interpreted():
+      alone = gated_matmul(
+        rows[part],
+        *(gate[mine], up[mine], gate[:1], up[:1]),
+        sizes[2 * rank : 2 * rank + 2],
+        jax.nn.relu,
+        keep_hidden=False,
+      )
+      alone = jax.block_until_ready(alone.inner_CN)
+    np.testing.assert_array_equal(inner[part][:used], alone[:used])
+
+
+@pytest.mark.slow
+def test_gradients_go_home_beside_the_last_matmul(few_blocks):
+  rng = np.random.default_rng(0)
+  rows = [exact(rng, RANKS * 256, 64) for _ in range(2)]
+  homes = [exact(rng, RANKS * HOME, 128, 64) for _ in range(2)]
+  replicas = [exact(rng, RANKS * SLOTS, 128, 64) for _ in range(2)]
+  grads = [jnp.asarray(rng.integers(-9, 9, size=(RANKS, 96)), jnp.float32) for _ in range(2)]
+  sizes = jnp.array([128, 64, 0, 192], jnp.int32)  # no row is stored twice
+  tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
+  with interpreted(races=True):
+    run = on_ranks(sum_and_reduction, tuning, (REPLICA, PARENT))
+    out, (sums,) = jax.block_until_ready(run(rows, grads, homes, replicas, sizes))
+  np.testing.assert_array_equal(sums, np.stack([grads[0][0] + grads[1][1], grads[0][1]]))
+  for rank in range(RANKS):
+    part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
+    used = int(sizes[2 * rank : 2 * rank + 2].sum())
+    with interpreted():
+      alone = grouped_matmul_sum(
+        [x[part] for x in rows],
+        [x[mine] for x in homes],
+        [x[mine] for x in replicas],
+        sizes[2 * rank : 2 * rank + 2],
+        transpose_rhs=True,
+      )
+      alone = np.asarray(jax.block_until_ready(alone), np.float32)
+    np.testing.assert_array_equal(np.asarray(out[part], np.float32)[:used], alone[:used])
+
+
+@pytest.mark.parametrize(("slots", "check_vma"), [(2, True), (2, False), (16, True)])
+def test_lowers_for_gpus(slots, check_vma):
+  """At the layer's sizes and tunings; the reduction works in place.
+
+  Work lists grow with the slots, and must fit beside what the matmuls keep in shared memory.
+  """
+  capacity, width, inner, home, ranks = 69632, 4096, 1536, 16, 4
+
+  def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((ranks * sizes[0], *sizes[1:]), dtype)
+
+  plan = (jnp.full((ranks, slots), -1, jnp.int32),) * 2
+
+  def lower(function, tuning, *args):
+    traced = on_ranks(function, tuning, plan, ranks, check_vma).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+  sizes, up = shape(home + slots, dtype=jnp.int32), shape(home, width, inner)
+  copying, reducing = Tuning(12, 3, 16384), Tuning(16, 3, 32768)
+  rows = shape(capacity, width)
+  wgrad = lower(wgrad_and_copies, copying, shape(capacity, inner), rows, sizes, up)
+  total = lower(
+    sum_and_reduction,
+    reducing,
+    [shape(capacity, inner)] * 2,
+    [shape(n, width, inner, dtype=jnp.float32) for n in (home, slots)],
+    [up] * 2,
+    [shape(slots, width, inner)] * 2,
+    sizes,
+  )
+  gated = lower(gated_by_copies, copying, rows, up, up, sizes)
+  for text, kernels in ((wgrad, 1), (total, 1), (gated, 2)):
+    assert text.count("custom_call @mosaic_gpu") == kernels
+  for text in (total, gated):
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
+
+
+def test_workers_must_be_the_warpgroups_of_the_matmul():
+  plan = (REPLICA, PARENT)
+  with pytest.raises(ValueError, match="beside: expected 3 workers"):
+    on_ranks(wgrad_and_copies, Tuning(1, 2, 128), plan)(
+      jnp.zeros((512, 128), jnp.bfloat16),
+      jnp.zeros((512, 128), jnp.bfloat16),
+      jnp.zeros(4, jnp.int32),
+      jnp.zeros((2, 96), jnp.bfloat16),
+    )

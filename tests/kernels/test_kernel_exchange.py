@@ -1,0 +1,286 @@
+"""The kernels that carry tokens to rows and rows to tokens: interpreted, and lowered for GPUs."""
+
+import functools
+
+import assignments
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mosaic_interpret import interpreted
+
+from pallas_kernels.transfer.chunks import Tuning
+from pallas_kernels.transfer.combine import combine
+from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+
+TUNING = Tuning(blocks=1, workers=2, tile_bytes=512)
+ONE_AXIS = ((4, "expert"),)
+TWO_AXES = ((2, "data"), (2, "expert"))
+
+CASES = {
+  # mesh, tokens, top_k, favourite rank
+  "several rows of a rank": (ONE_AXIS, 5, 6, None),
+  "more tokens than a step": (((2, "expert"),), 21, 2, None),
+  "all to one": (ONE_AXIS, 3, 2, 2),
+  "one rank": (((1, "expert"),), 4, 3, None),
+  "two axes": (TWO_AXES, 3, 3, None),
+}
+
+
+def groups(axes):
+  """Token groups and ranks."""
+  sizes = {name: size for size, name in axes}
+  return sizes.get("data", 1), sizes["expert"]
+
+
+@pytest.fixture(params=CASES)
+def problem(request):
+  axes, tokens, top_k, favourite = CASES[request.param]
+  rng = np.random.default_rng(0)
+  num_groups, ranks = groups(axes)
+  routes = [
+    assignments.random_routes(rng, ranks, tokens, top_k, favourite) for _ in range(num_groups)
+  ]
+  dest, row = (np.stack(part) for part in zip(*routes, strict=True))
+  return rng, axes, dest, row, ranks * tokens * top_k
+
+
+def sharded(axes, function, num_arguments, check_vma=True):
+  """``function`` on each rank's part of arrays with leading axes group and rank."""
+  spec = P(*[name for _, name in axes]) if len(axes) > 1 else P(None, "expert")
+
+  def local(*args):
+    return jax.tree.map(lambda out: out[None, None], function(*[arg[0, 0] for arg in args]))
+
+  return jax.jit(
+    jax.shard_map(
+      local,
+      mesh=assignments.mesh(*axes),
+      in_specs=(spec,) * num_arguments,
+      out_specs=spec,
+      check_vma=check_vma,
+    )
+  )
+
+
+def received_by_group(dest, row):
+  return np.stack([assignments.received(*pair) for pair in zip(dest, row, strict=True)])
+
+
+def dispatch_here(capacity, dest_TK, row_TK, received_GTK, *arrays, tuning=TUNING):
+  return dispatch(
+    arrays, dest_TK, row_TK, received_GTK, capacity=capacity, axis_name="expert", tuning=tuning
+  )
+
+
+def scaled_here(
+  capacity, dest_TK, row_TK, received_GTK, value_TD, scale_TB, dtype=jnp.bfloat16, tuning=TUNING
+):
+  return dispatch_scaled(
+    *(value_TD, scale_TB, dest_TK, row_TK, received_GTK),
+    **{"dtype": dtype, "capacity": capacity, "axis_name": "expert", "tuning": tuning},
+  )
+
+
+def combine_here(rows_CD, gate_GTK, dest_TK, received_GTK, tuning=TUNING):
+  return combine(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name="expert", tuning=tuning)
+
+
+# --- interpreted -----------------------------------------------------------------------------
+
+
+def test_dispatch_copies_bit_for_bit(problem):
+  """Two arrays: rows of several tiles and a part of one, and rows smaller than a tile."""
+  rng, axes, dest, row, capacity = problem
+  arrays = [
+    rng.normal(size=(*dest.shape[:3], 150)).astype(jnp.bfloat16)[..., :144],
+    rng.normal(size=(*dest.shape[:3], 4)).astype(np.float32),
+  ]
+  run = sharded(axes, functools.partial(dispatch_here, capacity), 5)
+  with interpreted():
+    filled = run(dest, row, received_by_group(dest, row), *arrays)
+    filled = [np.asarray(rows) for rows in filled]
+  for group, source, token, k in np.ndindex(dest.shape):
+    rank = dest[group, source, token, k]
+    if rank >= 0:
+      for rows, array in zip(filled, arrays, strict=True):
+        got = rows[group, rank, row[group, source, token, k]]
+        np.testing.assert_array_equal(got, array[group, source, token])
+
+
+@pytest.mark.parametrize(
+  "problem", ["several rows of a rank", "more tokens than a step", "two axes"], indirect=True
+)
+def test_dispatch_scaled_multiplies_on_arrival(problem):
+  """A tile of two blocks and one of a block; scales of every row and block differ."""
+  rng, axes, dest, row, capacity = problem
+  value = rng.normal(size=(*dest.shape[:3], 384)).astype(jnp.float8_e4m3fn)
+  scale = rng.uniform(0.5, 2.0, size=(*dest.shape[:3], 4)).astype(np.float32)
+  run = sharded(axes, functools.partial(scaled_here, capacity), 5)
+  with interpreted():
+    filled = np.asarray(run(dest, row, received_by_group(dest, row), value, scale))
+  expected = value.astype(np.float32) * np.repeat(scale, 128, axis=-1)[..., :384]
+  expected = expected.astype(jnp.bfloat16)
+  for group, source, token, k in np.ndindex(dest.shape):
+    rank = dest[group, source, token, k]
+    if rank >= 0:
+      got = filled[group, rank, row[group, source, token, k]]
+      np.testing.assert_array_equal(got, expected[group, source, token])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_combine_sums_the_rows_of_each_token(problem, weighted):
+  rng, axes, dest, row, capacity = problem
+  num_groups, ranks = dest.shape[:2]
+  rows = rng.integers(-8, 9, size=(num_groups, ranks, capacity, 384)).astype(jnp.bfloat16)
+  gate = rng.integers(1, 5, size=dest.shape).astype(np.float32) / 4
+  received = received_by_group(dest, row)
+  for group in range(num_groups):
+    for rank in range(ranks):  # a row that feeds no token may hold anything
+      used = received[group, rank][received[group, rank] >= 0]
+      rows[group, rank, np.setdiff1d(np.arange(capacity), used)] = np.nan
+  every_gate = np.broadcast_to(gate[:, None], received.shape)
+
+  if weighted:
+    run = sharded(axes, combine_here, 4)
+    arguments = (rows, every_gate, dest, received)
+  else:
+    run = sharded(axes, lambda rows, *args: combine_here(rows, None, *args), 3)
+    arguments = (rows, dest, received)
+  with interpreted():
+    y = np.asarray(run(*arguments))
+  expected = np.zeros((*dest.shape[:3], 384), np.float32)
+  for group, source, token, k in np.ndindex(dest.shape):
+    rank = dest[group, source, token, k]
+    if rank >= 0:
+      weight = gate[group, source, token, k] if weighted else 1.0
+      expected[group, source, token] += weight * rows[
+        group, rank, row[group, source, token, k]
+      ].astype(np.float32)
+  np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))  # sums of quarters are exact
+
+
+# --- lowering --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [ONE_AXIS, TWO_AXES], ids=["one axis", "two axes"])
+@pytest.mark.parametrize(
+  "tokens, top_k, width, dtype",
+  [(4096, 8, 7168, "bfloat16"), (8192, 8, 4096, "bfloat16"), (1, 1, 128, "float32")],
+)
+def test_lowers_for_gpus(tokens, top_k, width, dtype, axes, check_vma):
+  lead = groups(axes)
+  capacity = tokens * top_k
+
+  def shape(*sizes, dtype="int32"):
+    return jax.ShapeDtypeStruct((*lead, *sizes), dtype)
+
+  tk, gtk = shape(tokens, top_k), shape(lead[1], tokens, top_k)
+  gates = shape(lead[1], tokens, top_k, dtype="float32")
+  there = functools.partial(dispatch_here, capacity, tuning=None)
+  scaled = functools.partial(scaled_here, capacity, dtype=dtype, tuning=None)
+  back = functools.partial(combine_here, tuning=None)
+  for function, arguments in (
+    (there, (tk, tk, gtk, shape(tokens, width, dtype=dtype), shape(tokens, 64, dtype="float32"))),
+    (
+      scaled,
+      (
+        *(tk, tk, gtk, shape(tokens, width, dtype="float8_e4m3fn")),
+        shape(tokens, -(-width // 512) * 4, dtype="float32"),
+      ),
+    ),
+    (back, (shape(capacity, width, dtype=dtype), gates, tk, gtk)),
+  ):
+    traced = sharded(axes, function, len(arguments), check_vma).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def zeros(*shape, dtype=jnp.int32):
+  return jnp.zeros((1, 4, *shape), dtype)
+
+
+@pytest.mark.parametrize(
+  "kind, message, changed",
+  [
+    (ValueError, "dest_TK: expected int32", {"dest": zeros(3, 2, dtype=jnp.int16)}),
+    (ValueError, "row_TK: expected int32", {"row": zeros(3, 1)}),
+    (ValueError, "received_GTK: expected int32", {"received": zeros(3, 3, 2)}),
+    (ValueError, "arrays: expected a leading size", {"x": zeros(4, 128, dtype=jnp.bfloat16)}),
+    (NotImplementedError, "multiple of 16 bytes", {"x": zeros(3, 4, dtype=jnp.bfloat16)}),
+    (NotImplementedError, "expected a dtype", {"x": zeros(3, 128, dtype=jnp.bool_)}),
+  ],
+)
+def test_dispatch_says_what_is_wrong(kind, message, changed):
+  good = {
+    "dest": zeros(3, 2),
+    "row": zeros(3, 2),
+    "received": zeros(4, 3, 2),
+    "x": zeros(3, 128, dtype=jnp.bfloat16),
+  }
+  with pytest.raises(kind, match=message):
+    sharded(ONE_AXIS, functools.partial(dispatch_here, 8), 4)(*(good | changed).values())
+
+
+@pytest.mark.parametrize(
+  "kind, message, changed",
+  [
+    (NotImplementedError, "D a multiple of 128", {"x": zeros(3, 192, dtype=jnp.float8_e4m3fn)}),
+    (NotImplementedError, "expected float8_e4m3fn", {"x": zeros(3, 128, dtype=jnp.int8)}),
+    (ValueError, "at least 5", {"x": zeros(3, 640, dtype=jnp.float8_e4m3fn)}),
+    (ValueError, "scale_TB: expected float32", {"scale": zeros(3, 4)}),
+    (ValueError, "arrays: expected a leading size", {"scale": zeros(4, 4, dtype=jnp.float32)}),
+    (NotImplementedError, "a row that fits", {"scale": zeros(3, 128, dtype=jnp.float32)}),
+  ],
+)
+def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):
+  good = {
+    "dest": zeros(3, 2),
+    "row": zeros(3, 2),
+    "received": zeros(4, 3, 2),
+    "x": zeros(3, 128, dtype=jnp.float8_e4m3fn),
+    "scale": zeros(3, 4, dtype=jnp.float32),
+  }
+  with pytest.raises(kind, match=message):
+    sharded(ONE_AXIS, functools.partial(scaled_here, 8), 5)(*(good | changed).values())
+
+
+@pytest.mark.parametrize(
+  "kind, message, changed",
+  [
+    (ValueError, "rows_CD: expected", {"rows": zeros(8, dtype=jnp.float32)}),
+    (ValueError, "gate_GTK: expected float32", {"gate": zeros(4, 3, 2)}),
+    (
+      NotImplementedError,
+      "D: expected a positive multiple",
+      {"rows": zeros(8, 192, dtype=jnp.float32)},
+    ),
+    (NotImplementedError, "rows_CD: expected", {"rows": zeros(8, 128, dtype=jnp.int8)}),
+  ],
+)
+def test_combine_says_what_is_wrong(kind, message, changed):
+  good = {
+    "rows": zeros(8, 128, dtype=jnp.bfloat16),
+    "gate": zeros(4, 3, 2, dtype=jnp.float32),
+    "dest": zeros(3, 2),
+    "received": zeros(4, 3, 2),
+  }
+  with pytest.raises(kind, match=message):
+    sharded(ONE_AXIS, combine_here, 4)(*(good | changed).values())
+
+
+def test_combine_needs_tiles_of_a_value_a_thread():
+  small = functools.partial(combine_here, tuning=Tuning(blocks=1, workers=1, tile_bytes=128))
+  arguments = (
+    zeros(8, 128, dtype=jnp.bfloat16),
+    zeros(4, 3, 2, dtype=jnp.float32),
+    zeros(3, 2),
+    zeros(4, 3, 2),
+  )
+  with pytest.raises(ValueError, match="tile_bytes: expected at least 256 for bfloat16, got 128"):
+    sharded(ONE_AXIS, small, 4)(*arguments)

@@ -1,0 +1,56 @@
+"""What the matmul kernels share: the order of tiles and their sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import layout
+from pallas_kernels.matmul.layout import Tile, Tuning
+
+
+@pytest.mark.parametrize("band", [1, 8, 16])
+@pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 1), (7, 56), (3, 11), (20, 32), (5, 17)])
+def test_position_is_a_bijection(num_rows, num_cols, band):
+  tiles = jnp.arange(num_rows * num_cols, dtype=jnp.int32)
+  position = layout.position
+  positions = jax.vmap(lambda t: position(t, jnp.int32(num_rows), num_cols, band))(tiles)
+  rows, cols = (np.asarray(x) for x in positions)
+  got = set(zip(rows.tolist(), cols.tolist(), strict=True))
+  assert got == {(r, c) for r in range(num_rows) for c in range(num_cols)}
+  # The tiles worked on together stay within a band.
+  assert len(set(cols[: num_rows * min(band, num_cols) // 2].tolist())) <= band
+
+
+@pytest.mark.parametrize(("clusters", "cluster"), [(132, 1), (66, 2), (924, 1), (8, 1), (198, 2)])
+@pytest.mark.parametrize("num_tiles", [0, 1, 131, 132, 1000, 6144])
+def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, cluster):
+  def share(block):
+    first, end, stride = layout.share(jnp.int32(num_tiles), block, clusters, cluster)
+    return first, end, jnp.int32(stride)
+
+  shares = jax.vmap(share)(jnp.arange(clusters, dtype=jnp.int32))
+  owned = [range(*map(int, one)) for one in zip(*map(np.asarray, shares), strict=True)]
+  assert sorted(tile for tiles in owned for tile in tiles) == list(range(num_tiles))
+  sizes = [len(tiles) for tiles in owned]
+  if clusters == 924:  # seven waves, 1 / 2 to 1 / 64 and the rest
+    assert max(sizes[:132]) <= -(-num_tiles // 264) + 1
+    assert max(sizes[-132:]) <= -(-num_tiles // (64 * 132)) + 1
+
+
+@pytest.mark.parametrize(
+  ("rows", "cols", "operands", "schedule", "tile"),
+  [
+    (256, 2048, 1, "together", Tile(64, 256, 2)),
+    (256, 1408, 1, "deferred", Tile(128, 128, 2)),
+    (128, 1408, 1, "together", Tile(64, 128, 2)),
+    (256, 2048, 2, "together", Tile(64, 128, 2)),
+    (256, 2048, 1, "in_turns", Tile(128, 128, 1)),
+    (256, 2048, 2, "in_turns", Tile(128, 64, 1)),
+  ],
+)
+def test_tiles_divide_their_problem_and_fit_registers(rows, cols, operands, schedule, tile):
+  got = layout.choose_tile(rows, cols, operands, Tuning(schedule))
+  assert got == tile
+  assert rows % got.rows == cols % got.cols == 0
+  assert got.strip * got.cols * operands <= 128 * 128

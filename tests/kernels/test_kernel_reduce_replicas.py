@@ -1,0 +1,333 @@
+"""The reduction kernel: lowering for GPUs, runs on virtual devices, and its work lists."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from mosaic_interpret import interpreted
+from placements import CROSSING, PLANS, placements
+
+from pallas_kernels.transfer.reduce_replicas import _Fields, _num_nodes, _work_list, reduce_replicas
+from pallas_kernels.transfer.tiles import Tuning
+
+RANKS, HOME, SLOTS = 4, 2, 2
+
+
+def mesh(*sizes_and_names):
+  sizes, names = zip(*sizes_and_names or [(RANKS, "expert")], strict=True)
+  axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+  return jax.make_mesh(sizes, names, axis_types, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def sharded(mesh, tuning=None, check_vma=True):
+  function = functools.partial(reduce_replicas, axis_name="expert", tuning=tuning)
+  specs = (P("expert"), P("expert"), P(), P())
+  return jax.jit(
+    jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("expert"), check_vma=check_vma)
+  )
+
+
+def plan(name):
+  return tuple(jnp.array(part, jnp.int32) for part in PLANS[name])
+
+
+def gradients(name, *shapes):
+  """Small integers, whose sums are exact in any order; NaN in empty slots."""
+  rng = np.random.default_rng(0)
+  empty_R = np.array(PLANS[name][0]).reshape(-1) < 0
+  replicas, homes = [], []
+  for shape in shapes:
+    replica = rng.integers(-1000, 1000, size=(RANKS * SLOTS, *shape)).astype(np.float32)
+    replica[empty_R] = np.nan
+    replicas.append(jnp.asarray(replica))
+    homes.append(jnp.asarray(rng.integers(-1000, 1000, (RANKS * HOME, *shape)), jnp.float32))
+  return replicas, homes
+
+
+def assert_summed(sums, replicas, homes, name):
+  expert_R = np.array(PLANS[name][0]).reshape(-1)
+  for got, replica, home in zip(sums, replicas, homes, strict=True):
+    expected = np.array(home)
+    np.add.at(expected, expert_R[expert_R >= 0], np.asarray(replica)[expert_R >= 0])
+    np.testing.assert_array_equal(np.asarray(got), expected)
+
+
+# --- interpreted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_sums_exactly(name):
+  """More tiles a worker than the inbox holds, parts of tiles, rows smaller than a tile."""
+  replicas, homes = gradients(name, (3, 72), (8,))
+  with interpreted():
+    run = sharded(mesh(), Tuning(blocks=2, workers=1, tile_bytes=128))
+    sums = run(replicas, homes, *plan(name))
+  assert_summed(sums, replicas, homes, name)
+
+
+def test_sums_tiles_of_several_units():
+  """A tile longer than what is added at a time, and no multiple of it."""
+  replicas, homes = gradients("chain", (2100,))
+  with interpreted():
+    run = sharded(mesh(), Tuning(blocks=2, workers=1, tile_bytes=6144), check_vma=False)
+    sums = run(replicas, homes, *plan("chain"))
+  assert_summed(sums, replicas, homes, "chain")
+
+
+def test_sums_in_the_order_of_the_ranks():
+  """Own value, then children by rank: float32 sums that depend on the order."""
+  rng = np.random.default_rng(0)
+  replicas = [jnp.asarray(10.0 ** rng.uniform(-3, 3, (RANKS * SLOTS, 64)), jnp.float32)]
+  homes = [jnp.asarray(10.0 ** rng.uniform(-3, 3, (RANKS * HOME, 64)), jnp.float32)]
+  replica_GS, parent_GS = PLANS["opposite"]
+  with interpreted():
+    run = sharded(mesh(), Tuning(blocks=1, workers=2, tile_bytes=128))
+    (sums,) = run(replicas, homes, *plan("opposite"))
+
+  def total(rank, expert, value):
+    for child, slot in itertools.product(range(RANKS), range(SLOTS)):
+      if replica_GS[child][slot] == expert and parent_GS[child][slot] == rank:
+        own = np.asarray(replicas[0])[child * SLOTS + slot]
+        value = value + total(child, expert, own)
+    return value
+
+  expected = [total(e // HOME, e, home) for e, home in enumerate(np.asarray(homes[0]))]
+  np.testing.assert_array_equal(np.asarray(sums), expected)
+
+
+def test_sums_along_one_axis_of_two():
+  """Two groups of ranks, each with its own gradients."""
+  replicas, homes = gradients("chain", (64,))
+  devices = mesh((2, "data"), (RANKS, "expert"))
+  both = [jnp.stack([a, -a]).reshape(-1, 64) for a in (*replicas, *homes)]
+  spec = P(("data", "expert"))
+  function = functools.partial(
+    reduce_replicas, axis_name="expert", tuning=Tuning(blocks=1, workers=1, tile_bytes=128)
+  )
+  with interpreted():
+    run = jax.shard_map(
+      lambda replica, home, *plan: function([replica], [home], *plan),
+      mesh=devices,
+      in_specs=(spec, spec, P(), P()),
+      out_specs=spec,
+    )
+    (sums,) = jax.jit(run)(*both, *plan("chain"))
+  first, second = np.split(np.asarray(sums), 2)
+  assert_summed([first], replicas, homes, "chain")
+  assert_summed([-second], replicas, homes, "chain")
+
+
+# --- lowering --------------------------------------------------------------------------------
+
+
+def lowered(function, args, devices, check_vma):
+  specs = (P("expert"), P("expert"), P(), P())
+  run = jax.shard_map(
+    function, mesh=devices, in_specs=specs, out_specs=P("expert"), check_vma=check_vma
+  )
+  return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def aliases(text):
+  """Which operands of the kernels are updated in place."""
+  return [
+    int(operand) for operand in re.findall(r"tuple_indices = \[\d+\], operand_index = (\d+)", text)
+  ]
+
+
+def shapes_of(shapes):
+  replicas = [jax.ShapeDtypeStruct((RANKS * SLOTS, *shape), jnp.float32) for shape in shapes]
+  homes = [jax.ShapeDtypeStruct((RANKS * HOME, *shape), jnp.float32) for shape in shapes]
+  return replicas, homes
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "shapes", [[(4096, 1536), (4096, 1536), (1536, 4096)], [(64, 33), (12,)], [(4,)]]
+)
+def test_lowers_for_gpus_and_updates_homes_in_place(shapes, check_vma):
+  function = functools.partial(reduce_replicas, axis_name="expert")
+  for devices in (mesh(), mesh((2, "data"), (RANKS, "expert"))):
+    text = lowered(function, (*shapes_of(shapes), *plan("empty")), devices, check_vma)
+    assert text.count("custom_call @mosaic_gpu") == 1  # one kernel for all arrays
+    count = len(shapes)
+    assert aliases(text)[:count] == list(range(1 + count, 1 + 2 * count))
+
+
+def test_alias_survives_loops_and_derivatives():
+  """Homes carried by loops and made in a backward pass, also one that is rematerialised."""
+
+  def update(homes, replicas, *plan):
+    return reduce_replicas(replicas, homes, *plan, axis_name="expert")
+
+  def in_loops(replicas, homes, *plan):
+    homes = lax.fori_loop(0, 3, lambda _, homes: update(homes, replicas, *plan), homes)
+    homes = lax.while_loop(
+      lambda homes: jnp.any(homes[0][0, :1] > 0), lambda h: update(h, replicas, *plan), homes
+    )
+    return lax.scan(lambda h, _: (update(h, replicas, *plan), None), homes, length=2)[0]
+
+  def in_backward(replicas, homes, *plan):
+    @jax.custom_vjp
+    def square(homes):
+      return [home * home for home in homes]
+
+    def backward(homes, grads):
+      grads = [2 * home * grad for home, grad in zip(homes, grads, strict=True)]
+      return (update(grads, replicas, *plan),)
+
+    square.defvjp(lambda homes: (square(homes), homes), backward)
+    return jax.grad(lambda h: sum(jnp.sum(x) for x in jax.checkpoint(square)(h)))(homes)
+
+  for check_vma, (function, kernels) in itertools.product(
+    (True, False), ((in_loops, 3), (in_backward, 1))
+  ):
+    args = (*shapes_of([(64,)]), *plan("empty"))
+    if function is in_loops and check_vma:  # the condition of a while loop must not vary
+      continue
+    text = lowered(function, args, mesh(), check_vma)
+    # Equal kernels share a function.
+    assert 1 <= text.count("custom_call @mosaic_gpu") <= kernels
+    assert aliases(text).count(2) == text.count("custom_call @mosaic_gpu")
+
+
+def test_output_varies_over_the_axis():
+  """An output typed as the same on all ranks would multiply gradients by their number."""
+
+  def varying(replicas, homes, *plan):
+    (total,) = reduce_replicas(replicas, homes, *plan, axis_name="expert")
+    assert jax.typeof(total).manual_axis_type.varying == {"expert"}
+    return total
+
+  args = ([jnp.zeros((SLOTS, 8))], [jnp.zeros((HOME, 8))])  # the same on all ranks
+  jax.jit(jax.shard_map(varying, mesh=mesh(), in_specs=P(), out_specs=P("expert"))).trace(
+    *args, *plan("star")
+  )
+
+
+def test_no_slots_and_no_arrays_need_no_kernel():
+  empty = jnp.zeros((RANKS, 0), jnp.int32)
+  homes = [jnp.ones((RANKS * HOME, 8))]
+  (total,) = sharded(mesh())([jnp.zeros((0, 8))], homes, empty, empty)
+  np.testing.assert_array_equal(np.asarray(total), np.ones((RANKS * HOME, 8)))
+  assert sharded(mesh())([], [], *plan("star")) == []
+
+
+# --- work lists ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def jitted_work_list(replica_GS, parent_GS, rank, home):
+  return _work_list(replica_GS, parent_GS, rank, home)
+
+
+def decoded(work, ranks, slots, home):
+  """Nodes in order: source, parent and children."""
+  nodes, begin, size = [], 0, _num_nodes(ranks, slots, home)
+  for index in range(work[_Fields.COUNT]):
+    source, parent, end = (
+      int(work[_Fields.node(size, index, column)])
+      for column in (_Fields.SOURCE, _Fields.PARENT, _Fields.END)
+    )
+    children = [int(work[_Fields.child(size, i)]) for i in range(begin, end)]
+    nodes.append((source, parent, children))
+    begin = end
+  return nodes
+
+
+@settings(max_examples=60)
+@example(CROSSING)
+@given(placements())
+def test_work_lists_count_every_slot_once_and_never_wait_for_ever(placement):
+  """Runs the lists of all ranks for four tiles, one worker a rank, as far as they get."""
+  home, replica_GS, parent_GS = placement
+  ranks, slots = replica_GS.shape
+  tiles = 4
+  lists = [
+    decoded(
+      np.asarray(jitted_work_list(replica_GS, parent_GS, jnp.int32(rank), home)), ranks, slots, home
+    )
+    for rank in range(ranks)
+  ]
+  inbox = {}  # slot: the tiles on their way to its parent, sets of what is summed
+  acknowledged = np.zeros(ranks * slots, int)
+  totals = [{} for _ in range(tiles)]
+
+  def run(rank):
+    for tile, (source, parent, children) in itertools.product(range(tiles), lists[rank]):
+      slot = rank * slots + source - home
+      total = [rank * home + source] if source < home else [slot]
+      assert children == sorted(children)
+      for child in children:
+        while not inbox.get(child):
+          yield "waits"
+        sent_tile, sent = inbox[child].pop(0)
+        assert sent_tile == tile and child // slots != rank
+        total += sent
+        acknowledged[child] += tile + 2 < tiles
+      if source < home:
+        totals[tile][rank * home + source] = total[1:]
+      else:
+        assert parent == parent_GS.flat[slot]
+        if tile >= 2:
+          while not acknowledged[slot]:
+            yield "waits"
+          acknowledged[slot] -= 1
+        inbox.setdefault(slot, []).append((tile, total))
+        assert len(inbox[slot]) <= 2
+
+  running = {rank: run(rank) for rank in range(ranks)}
+  for _ in range(2 * tiles * ranks * slots + 1):
+    running = {rank: steps for rank, steps in running.items() if next(steps, None)}
+  assert not running
+  assert not acknowledged.any() and not any(inbox.values())
+  for total in totals:
+    expected = {e: np.flatnonzero(replica_GS == e).tolist() for e in set(replica_GS.flat) - {-1}}
+    assert {e: sorted(slots) for e, slots in total.items()} == expected
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("replica", "home", "error", "message"),
+  [
+    (
+      ((3,), "float32"),
+      ((3,), "float32"),
+      NotImplementedError,
+      "multiple of 16 bytes, got 12 bytes",
+    ),
+    (((8,), "float32"), ((4,), "float32"), ValueError, r"replicas: expected shapes \[\(2, 4\)\]"),
+    (((8,), "bfloat16"), ((8,), "float32"), NotImplementedError, "replicas: expected float32"),
+    (((8,), "float32"), ((8,), "bfloat16"), NotImplementedError, "homes: expected float32"),
+  ],
+)
+def test_rejects_arrays(replica, home, error, message):
+  replicas = [jax.ShapeDtypeStruct((RANKS * SLOTS, *replica[0]), replica[1])]
+  homes = [jax.ShapeDtypeStruct((RANKS * HOME, *home[0]), home[1])]
+  with pytest.raises(error, match=message):
+    sharded(mesh()).trace(replicas, homes, *plan("star"))
+
+
+def test_rejects_plans_and_tunings():
+  replicas, homes = gradients("star", (8,))
+  replica_GS, parent_GS = plan("star")
+  with pytest.raises(ValueError, match=r"parent_GS: expected shape \[4, S\], got \(4, 1\)"):
+    sharded(mesh())(replicas, homes, replica_GS, parent_GS[:, :1])
+  with pytest.raises(TypeError, match="parent_GS: expected int32, got float32"):
+    sharded(mesh())(replicas, homes, replica_GS, parent_GS.astype(jnp.float32))
+  with pytest.raises(ValueError, match=r"replicas: expected shapes \[\(2, 8\)\], got \[\]"):
+    sharded(mesh())([], homes, replica_GS, parent_GS)
+  replicas, homes = gradients("star", (32768,))
+  with pytest.raises(ValueError, match="tuning: expected at most 229376 shared bytes, got 262144"):
+    sharded(mesh(), Tuning(blocks=1, workers=1, tile_bytes=131072))(
+      replicas, homes, replica_GS, parent_GS
+    )

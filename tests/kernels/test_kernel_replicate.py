@@ -1,0 +1,389 @@
+"""The replication kernel: lowering for GPUs, runs on virtual devices, and its work lists."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from mosaic_interpret import interpreted
+from placements import CROSSING, PLANS, placements
+
+from pallas_kernels import support
+from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer.replicate import _Fields, _turns, _work_list, replicate
+from pallas_kernels.transfer.tiles import Tuning
+
+RANKS, HOME = 4, 2
+
+
+def mesh(*sizes_and_names):
+  sizes, names = zip(*sizes_and_names or [(RANKS, "expert")], strict=True)
+  axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+  return jax.make_mesh(sizes, names, axis_types, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def sharded(mesh, tuning=None, check_vma=True, home_rows_G=None):
+  function = functools.partial(
+    replicate, axis_name="expert", tuning=tuning, home_rows_G=home_rows_G
+  )
+  specs = (P("expert"), P(), P())
+  return jax.jit(
+    jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("expert"), check_vma=check_vma)
+  )
+
+
+def plan(name):
+  return tuple(jnp.array(part, jnp.int32) for part in PLANS[name])
+
+
+def experts(*shapes_and_dtypes):
+  rng = np.random.default_rng(0)
+  return [
+    jnp.asarray(rng.normal(size=(RANKS * HOME, *shape)), dtype)
+    for shape, dtype in shapes_and_dtypes
+  ]
+
+
+def assert_copied(copies, arrays, replica_expert_GS):
+  expert_R = np.asarray(replica_expert_GS).reshape(-1)
+  for copy, array in zip(copies, arrays, strict=True):
+    assert copy.dtype == array.dtype and copy.shape == (expert_R.size, *array.shape[1:])
+    bits = f"u{array.dtype.itemsize}"
+    got, expected = np.asarray(copy).view(bits), np.asarray(array).view(bits)
+    np.testing.assert_array_equal(got[expert_R >= 0], expected[expert_R[expert_R >= 0]])
+
+
+# --- interpreted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_copies_bit_for_bit(name):
+  """Rows that end in a part of a tile, rows smaller than a tile, and two dtypes."""
+  arrays = experts(((3, 56), jnp.float32), ((8,), jnp.bfloat16))
+  with interpreted():
+    copies = sharded(mesh(), Tuning(blocks=2, workers=2, tile_bytes=256))(arrays, *plan(name))
+  assert_copied(copies, arrays, PLANS[name][0])
+
+
+@pytest.mark.parametrize("name", ["crossed", "opposite"])
+def test_copies_in_turns(name):
+  """Experts have several turns, against the order of slots."""
+  arrays = experts(((3, 56), jnp.float32), ((8,), jnp.bfloat16))
+  home_rows_G = jnp.array([90, 0, 30, 60], jnp.int32)
+  tuning = Tuning(blocks=2, workers=2, tile_bytes=256)
+  with interpreted():
+    run = sharded(mesh(), tuning, home_rows_G=home_rows_G)
+    copies = jax.block_until_ready(run(arrays, *plan(name)))
+  assert_copied(copies, arrays, PLANS[name][0])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "float16", "uint32"])
+def test_copies_any_dtype(dtype):
+  arrays = experts(((2, 64), dtype))
+  with interpreted():
+    copies = sharded(mesh(), Tuning(blocks=1, workers=2, tile_bytes=128))(arrays, *plan("chain"))
+  assert_copied(copies, arrays, PLANS["chain"][0])
+
+
+def test_copies_along_one_axis_of_two():
+  """Both groups of ranks replicate the same experts, each for itself."""
+  arrays = experts(((64,), jnp.float32))
+  with interpreted():
+    devices = mesh((2, "data"), (RANKS, "expert"))
+    copies = sharded(devices, Tuning(blocks=1, workers=1, tile_bytes=128), check_vma=False)(
+      arrays, *plan("chain")
+    )
+    assert_copied(copies, arrays, PLANS["chain"][0])
+    for shard in copies[0].addressable_shards:
+      expert_S = np.array(PLANS["chain"][0]).reshape(-1)[shard.index[0]]
+      expected = np.asarray(arrays[0])[expert_S[expert_S >= 0]]
+      np.testing.assert_array_equal(np.asarray(shard.data)[expert_S >= 0], expected)
+
+
+# --- lowering --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "shapes_and_dtypes",
+  [
+    [((4096, 1536), "bfloat16"), ((4096, 1536), "bfloat16"), ((1536, 4096), "bfloat16")],
+    [((64, 32), "float8_e4m3fn"), ((64,), "float32"), ((16,), "int8"), ((8,), "float16")],
+  ],
+)
+def test_lowers_for_gpus(shapes_and_dtypes, check_vma):
+  arrays = [jax.ShapeDtypeStruct((RANKS * HOME, *s), d) for s, d in shapes_and_dtypes]
+  for devices in (mesh(), mesh((2, "data"), (RANKS, "expert"))):
+    traced = sharded(devices, check_vma=check_vma).trace(arrays, *plan("empty"))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1  # one kernel for all arrays
+
+
+def test_output_varies_over_the_axis():
+  """An output typed as the same on all ranks would multiply gradients by their number."""
+
+  def varying(arrays, *plan):
+    (copy,) = replicate(arrays, *plan, axis_name="expert")
+    assert jax.typeof(copy).manual_axis_type.varying == {"expert"}
+    return copy
+
+  arrays = [jax.ShapeDtypeStruct((HOME, 8), jnp.float32)]
+  specs = (P(), P(), P())  # home experts that are the same on all ranks
+  jax.jit(jax.shard_map(varying, mesh=mesh(), in_specs=specs, out_specs=P("expert"))).trace(
+    arrays, *plan("star")
+  )
+
+
+def test_no_slots_and_no_arrays_need_no_kernel():
+  empty = jnp.zeros((RANKS, 0), jnp.int32)
+  (copies,) = sharded(mesh())(experts(((8,), jnp.float32)), empty, empty)
+  assert copies.shape == (0, 8)
+  assert sharded(mesh())([], *plan("star")) == []
+
+
+# --- work lists ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def jitted_work_list(replica_GS, parent_GS, home_rows_G, rank, home):
+  return _work_list(replica_GS, parent_GS, _turns(replica_GS, home_rows_G), rank, home)
+
+
+def decoded(work, slots):
+  """Awaited slots, and in turns the sources in order: the source, forwarded and final copies."""
+  turns, index = [], 0
+  while index < work[_Fields.COUNT]:
+    sources, turn_end = [], work[_Fields.copy(slots, index, _Fields.TURN_END)]
+    while index < turn_end:
+      base = _Fields.copy(slots, index, 0)
+      _, source, relayed_end, end, same = work[base : base + _Fields.COLUMNS].tolist()
+      assert same == turn_end
+      copies = [work[_Fields.copy(slots, i, _Fields.CHILD)].tolist() for i in range(index, end)]
+      sources.append((source, copies[: relayed_end - index], copies[relayed_end - index :]))
+      index = end
+    turns.append(sources)
+  return np.flatnonzero(work[_Fields.AWAITED :][:slots]).tolist(), turns
+
+
+@settings(max_examples=60)
+@example(CROSSING, [0] * 6)
+@example(CROSSING, [5, 4, 3, 2, 1, 0])
+@given(placements(), st.lists(st.integers(0, 40), min_size=6, max_size=6))
+def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows):
+  """Runs the lists of all ranks for two tiles, one worker a rank, as far as they get."""
+  home, replica_GS, parent_GS = placement
+  ranks, slots = replica_GS.shape
+  home_rows_G = jnp.array(rows[:ranks], jnp.int32)
+  lists = [
+    decoded(
+      np.asarray(jitted_work_list(replica_GS, parent_GS, home_rows_G, jnp.int32(rank), home)), slots
+    )
+    for rank in range(ranks)
+  ]
+  landed = np.zeros((ranks, slots), int)
+  held = np.full((ranks, slots, 2), -1)
+
+  def run(rank):
+    awaited, turns = lists[rank]
+    for sources in turns:
+      for tile in range(2):
+        for source, relayed, final in sources:
+          expert = rank * home + source
+          if source >= home:
+            while not landed[rank, source - home]:
+              yield "waits"
+            landed[rank, source - home] -= 1
+            expert = held[rank, source - home, tile]
+          for child in relayed + final:
+            assert held[divmod(child, slots)][tile] == -1 and parent_GS.flat[child] == rank
+            held[divmod(child, slots)][tile] = expert
+          for child in relayed:
+            landed.flat[child] += 1
+      for _, _, final in sources:
+        for child in final:
+          landed.flat[child] += 1
+    for slot in awaited:
+      while not landed[rank, slot]:
+        yield "waits"
+      landed[rank, slot] -= 1
+
+  running = {rank: run(rank) for rank in range(ranks)}
+  for _ in range(2 * ranks * slots + 1):
+    running = {rank: steps for rank, steps in running.items() if next(steps, None)}
+  assert not running
+  assert not landed.any()
+  np.testing.assert_array_equal(held, np.stack([replica_GS, replica_GS], axis=-1))
+
+
+def test_experts_of_ranks_with_few_rows_go_first():
+  replica_GS = jnp.array([[2, -1], [0, 4], [1, 0], [0, 3]], jnp.int32)
+  rows = [4000, 900, 100, 1200]
+  turn_N = _turns(replica_GS, jnp.array(rows, jnp.int32))
+  # 16 turns up to the most rows. Expert 0 is wanted by ranks 1, 2 and 3, of which 2 is the first.
+  assert turn_N.reshape(4, 2)[0, 0] == 15
+  assert turn_N.reshape(4, 2)[1].tolist() == [0, 3]
+  assert turn_N.reshape(4, 2)[2].tolist() == [0, 0]
+  assert turn_N.reshape(4, 2)[3].tolist() == [0, 4]
+  most = jnp.full(4, jnp.iinfo(jnp.int32).max)
+  assert 0 <= int(_turns(replica_GS, most).min()) <= int(_turns(replica_GS, most).max()) < 16
+  assert not _turns(replica_GS, None).any()
+
+
+# --- tiles -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+  st.lists(
+    st.tuples(st.integers(1, 300), st.sampled_from(["int8", "bfloat16", "float32"])), min_size=1
+  ),
+  st.integers(1, 9),
+)
+def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
+  arrays = [np.zeros((1, 16 * units), jnp.dtype(dtype)) for units, dtype in rows]
+  cuts = tiles.cut("arrays", arrays, Tuning(blocks=1, workers=1, tile_bytes=1024))
+  dealt = np.zeros(num_workers, int)
+  covered = [np.zeros(array.size, int) for array in arrays]
+  for tile in cuts:
+    assert tile.start * tile.dtype.itemsize % 16 == 0
+    assert tile.length * tile.dtype.itemsize % 16 == 0
+    assert tile.length * tile.dtype.itemsize <= 1024
+    for worker in range(num_workers):
+      for offset in visited(tile, worker, num_workers):
+        covered[tile.array][offset : offset + tile.length] += 1
+        dealt[worker] += 1
+  assert all((array == 1).all() for array in covered)
+  assert np.ptp(dealt) <= 1
+
+
+def visited(tile, worker, num_workers):
+  offsets = []
+  with jax.disable_jit():
+    tile.each(jnp.int32(worker), num_workers, lambda offset: offsets.append(int(offset)))
+  return offsets
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("arrays", "error", "message"),
+  [
+    ([((3,), "float32")], NotImplementedError, "multiple of 16 bytes, got 12 bytes"),
+    ([((), "float32")], NotImplementedError, "multiple of 16 bytes, got 4 bytes"),
+    ([((0, 8), "float32")], NotImplementedError, "multiple of 16 bytes, got 0 bytes"),
+    ([((64,), "bool")], NotImplementedError, "arrays: expected a dtype of"),
+  ],
+)
+def test_rejects_arrays(arrays, error, message):
+  arrays = [jax.ShapeDtypeStruct((RANKS * HOME, *shape), dtype) for shape, dtype in arrays]
+  with pytest.raises(error, match=message):
+    sharded(mesh()).trace(arrays, *plan("star"))
+
+
+def test_rejects_plans():
+  arrays = experts(((8,), jnp.float32))
+  replica_GS, parent_GS = plan("star")
+  with pytest.raises(ValueError, match=r"parent_GS: expected shape \[4, S\], got \(4, 1\)"):
+    sharded(mesh())(arrays, replica_GS, parent_GS[:, :1])
+  with pytest.raises(ValueError, match=r"replica_expert_GS: expected shape \[4, S\], got \(3, 2\)"):
+    sharded(mesh())(arrays, replica_GS[:3], parent_GS[:3])
+  with pytest.raises(TypeError, match="parent_GS: expected int32, got float32"):
+    sharded(mesh())(arrays, replica_GS, parent_GS.astype(jnp.float32))
+  for rows, error, message in (
+    (jnp.zeros(3, jnp.int32), ValueError, r"home_rows_G: expected shape \(4,\), got \(3,\)"),
+    (jnp.zeros(4), TypeError, "home_rows_G: expected int32, got float32"),
+  ):
+    with pytest.raises(error, match=message):
+      sharded(mesh(), home_rows_G=rows)(arrays, replica_GS, parent_GS)
+  uneven = [arrays[0], jnp.zeros((RANKS, 8))]
+  with pytest.raises(ValueError, match=r"arrays: expected one leading size M >= 1, got \[1, 2\]"):
+    sharded(mesh())(uneven, replica_GS, parent_GS)
+
+
+def test_rejects_automatic_axes():
+  function = functools.partial(replicate, axis_name="expert")
+  devices = mesh((2, "data"), (RANKS, "expert"))
+  specs = {"in_specs": (P("expert"), P(), P()), "out_specs": P("expert")}
+  with pytest.raises(NotImplementedError, match="got \\['data'\\] left out"):
+    jax.jit(jax.shard_map(function, mesh=devices, axis_names={"expert"}, **specs)).trace(
+      experts(((8,), jnp.float32)), *plan("star")
+    )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ({"blocks": 0}, "blocks: expected at least 1, got 0"),
+    ({"tile_bytes": 100}, "tile_bytes: expected a multiple of 128, got 100"),
+    ({"workers": 8}, "expected at most 229376, got 262144"),
+    ({"workers": 9, "tile_bytes": 128}, "workers: expected at most 8, got 9"),
+  ],
+)
+def test_rejects_tunings(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    Tuning(**{"tile_bytes": 32768, **arguments})
+
+
+class Device:
+  def __init__(self, platform="gpu", compute_capability="9.0", process_index=0, slice_index=0):
+    self.platform, self.device_kind = platform, f"a {platform}"
+    self.compute_capability = compute_capability
+    self.process_index, self.slice_index = process_index, slice_index
+
+
+@pytest.mark.parametrize(
+  ("devices", "version", "reason"),
+  [
+    ([Device(), Device()], (0, 11, 2), None),
+    ([Device()], (0, 12, 1), None),
+    ([Device()], (0, 11, 1), "need jax >= 0.11.2"),
+    ([Device()], (0, 13, 0), "need jax >= 0.11.2"),
+    ([Device("cpu")], (0, 11, 2), r"need NVIDIA GPUs, these are \['a cpu'\]"),
+    ([Device(compute_capability="8.0")], (0, 11, 2), "need Hopper"),
+    ([Device(compute_capability="10.0")], (0, 11, 2), "need Hopper"),
+    ([Device(compute_capability="gfx942")], (0, 11, 2), "need Hopper"),
+    ([Device(), Device(), Device(process_index=1)], (0, 11, 2), "one process that drives all GPUs"),
+    ([Device(), Device(process_index=1)], (0, 11, 2), "NCCL >= 2.29 .*, no NCCL is loaded"),
+    ([Device(), Device(process_index=1, slice_index=1)], (0, 11, 2), "of one host, .* are of 2"),
+  ],
+)
+def test_says_why_it_cannot_run(devices, version, reason):
+  answer = support.why_unsupported(devices, version)
+  assert answer is None if reason is None else re.search(reason, answer)
+
+
+def test_takes_devices_that_name_no_host_for_those_of_several():
+  devices = [Device(), Device(process_index=1)]
+  for device in devices:
+    del device.slice_index
+  assert re.search("of one host", support.why_unsupported(devices, (0, 11, 2)))
+
+
+class Nccl:
+  """A loaded library: writes its version where the caller points."""
+
+  def __init__(self, number):
+    self.number = number
+
+  def ncclGetVersion(self, pointer):
+    pointer._obj.value = self.number
+
+
+@pytest.mark.parametrize(
+  ("number", "version", "reason"),
+  [
+    (22809, (2, 28, 9), "NCCL >= 2.29 .*, this is 2.28.9"),
+    (23203, (2, 32, 3), None),
+  ],
+)
+def test_reads_the_version_of_a_loaded_nccl(monkeypatch, number, version, reason):
+  monkeypatch.setattr(support.ctypes, "CDLL", lambda *args, **kwargs: Nccl(number))
+  assert support.nccl_version() == version
+  answer = support.why_unsupported([Device(), Device(process_index=1)])
+  assert answer is None if reason is None else re.search(reason, answer)

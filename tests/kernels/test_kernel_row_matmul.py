@@ -1,0 +1,52 @@
+"""The table of what each tile of rows computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_rows import sizes_that_fit
+from hypothesis import example, given
+
+from pallas_kernels.matmul import rows as row_matmul
+
+CAPACITY, SLOTS = 1024, 6
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def row_tiles(sizes, tile, slots):
+  return row_matmul.row_tiles(CAPACITY, sizes, tile, slots)
+
+
+@pytest.mark.parametrize(
+  ("tile", "slots"),
+  [(128, range(SLOTS)), (256, range(SLOTS)), (128, range(4)), (128, range(4, SLOTS))],
+)
+@given(sizes=sizes_that_fit(CAPACITY, SLOTS))
+@example(sizes=np.zeros(SLOTS, np.int64))
+@example(sizes=np.array([0, 0, CAPACITY, 0, 0, 0]))
+@example(sizes=np.array([171, 171, 171, 171, 170, 170]))
+@example(sizes=np.array([1, 64, 65, 129, 193, 255]))
+def test_tiles_store_every_used_row_of_their_group(tile, slots, sizes):
+  slot, first, stored, count = np.asarray(row_tiles(jnp.array(sizes, jnp.int32), tile, slots))
+  slot = slot + slots.start
+  end = np.cumsum(sizes)
+  slots_of_row = [set() for _ in range(CAPACITY)]
+  for t in range(count[0]):
+    assert end[slot[t]] - sizes[slot[t]] <= first[t]
+    assert first[t] + stored[t] <= end[slot[t]]
+    # A part of 64 rows is stored in part only if the group has no more.
+    assert stored[t] % 64 == 0 or stored[t] == sizes[slot[t]]
+    for row in range(first[t], first[t] + stored[t]):
+      slots_of_row[row].add(slot[t])
+  wanted = [{s} & set(slots) for s in np.repeat(np.arange(SLOTS), sizes).tolist()]
+  assert slots_of_row[: end[-1]] == wanted
+  assert not any(slots_of_row[end[-1] :])
+  # No tile too many, and none longer than it must be; the short ones last.
+  chosen = sizes[slots.start : slots.stop]
+  assert count[0] == sum(-(-size // tile) for size in chosen)
+  computed = -(-stored[: count[0]] // 64) * 64
+  assert computed.sum() == sum(-(-size // 64) * 64 for size in chosen)
+  short = computed < tile
+  assert list(short) == sorted(short)

@@ -1,0 +1,372 @@
+"""The layer on GPU kernels: interpreted against the dense layer, and lowered for GPUs."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+from mosaic_interpret import interpreted
+from programs import LAYER, PLANNING, equations, kernel_names, kernels
+from test_moe import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+from test_moe_in_fp8 import on_rounded_tokens
+
+import ultraep_jax as uep
+from pallas_kernels.transfer import chunks, combine, tiles
+from pallas_kernels.transfer import replicate as replicate_kernel
+from ultraep_jax import implementation
+from ultraep_jax.compute import rounds as rounds_lib
+
+CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", implementation="mosaic_gpu")
+
+
+def cannot(reason):
+  def fail(*args, **kwargs):
+    raise NotImplementedError(reason)
+
+  return fail
+
+
+@pytest.fixture
+def small_kernels(monkeypatch):
+  """Kernels with few workers, as interpretation is slow; float32 matmuls stay portable.
+
+  One warpgroup a device: more of them, each waiting in a thread of the CPU's pool, can starve it.
+  """
+  monkeypatch.setattr(implementation, "resolve", lambda _: ("mosaic_gpu", "portable"))
+  for tuning in (tiles.Tuning, chunks.Tuning):
+    defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
+    monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
+  monkeypatch.setattr(combine, "TUNING", chunks.Tuning())
+  # Planner and routing have tests of their own, and are the slowest to interpret.
+  for module in ("plan.plan_quota", "route.route_rows"):
+    monkeypatch.setattr(f"ultraep_jax.{module}", cannot("interpreted elsewhere"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "ranks, data, changes",
+  [
+    (4, 1, {}),
+    (4, 1, {"transfer": "relay", "replica_slots": 2}),
+    (2, 2, {}),
+    (4, 1, {"capacity_factor": 1.0, "replica_slots": 0}),  # several rounds
+    (4, 1, {"domain_size": 2}),
+    (4, 1, {"dispatch_dtype": "float8_e4m3fn"}),
+  ],
+  ids=["one axis", "relay", "two axes", "rounds", "domains", "fp8"],
+)
+def test_equals_dense(ranks, data, changes, small_kernels):
+  problem = make_problem(make_mesh(ranks, data), tokens=8, width=128, load="skewed", masked=True)
+  config = dataclasses.replace(CONFIG, **changes)
+  with interpreted():
+    y, stats, grads = jax.block_until_ready(value_and_grads(layer(problem, config), problem))
+  expected = dense(on_rounded_tokens(problem) if config.dispatch_dtype else problem)
+  assert relative_error((y, grads), expected) < 1e-5
+  if config.replica_slots:
+    assert int(jnp.sum(stats.replicas)) > 0
+  else:
+    assert int(jnp.max(stats.rounds)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "loads, capacity_factor, replicas, rounds",
+  [
+    (["balanced"], 1.25, [0], 1),
+    (["skewed"], 1.25, [1], 1),
+    (["balanced", "all-to-one"], 1.5, [0, 1], 1),  # groups that disagree
+    (["balanced", "all-to-one"], 1.0, [0, 1], 2),  # one slot takes one of three experts
+  ],
+  ids=["no copies", "copies", "copies in one group", "rounds in one group"],
+)
+def test_branches_of_forward(loads, capacity_factor, replicas, rounds, small_kernels, monkeypatch):
+  """Without gradients there is a branch for plans without copies, and one for several rounds."""
+  mesh = make_mesh(4 // len(loads), len(loads))
+  sizes = {"home_experts": 3, "top_k": 3, "tokens": 8, "width": 128}
+  problem, *others = (make_problem(mesh, load=load, **sizes) for load in loads)
+  parts = [each.expert_index for each in (problem, *others)]  # a group's tokens of each
+  index = jnp.concatenate([jnp.split(part, len(loads))[n] for n, part in enumerate(parts)])
+  problem = dataclasses.replace(problem, expert_index=index)
+  config = dataclasses.replace(CONFIG, capacity_factor=capacity_factor)
+  taken = []
+
+  def without_copies(*arguments):
+    y_TD = compute(*arguments)
+    jax.debug.callback(lambda: taken.append(True))
+    return y_TD
+
+  compute = rounds_lib._without_copies
+  monkeypatch.setattr(rounds_lib, "_without_copies", without_copies)
+  with interpreted(), jax.set_mesh(mesh):
+    apply = jax.jit(layer(problem, config))
+    y, stats = apply(problem.x, problem.expert_index, problem.gate, problem.weights)
+    jax.block_until_ready(y)
+    jax.effects_barrier()
+  assert relative_error(y, dense(problem)[0]) < 1e-5
+  assert (stats.replicas > 0).astype(int).ravel().tolist() == replicas
+  assert int(jnp.max(stats.rounds)) == rounds
+  assert len(taken) == (0 if any(replicas) else mesh.size)
+
+
+SHAPES = {
+  "qwen3-235b": (8192, 4096, 1536),
+  "glm4.5-106b": (8192, 4096, 1408),
+  "deepseek-v3": (8192, 7168, 2048),
+}
+
+
+def model_arguments(name, mesh):
+  """Shapes of a layer of 64 experts: tokens, choices, gates and weights."""
+  tokens, width, inner = SHAPES[name]
+  total = tokens * mesh.size
+
+  def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+  up, down = shape(64, width, inner), shape(64, inner, width)
+  index, gate = shape(total, 8, dtype=jnp.int32), shape(total, 8, dtype=jnp.float32)
+  return shape(total, width), index, gate, uep.ExpertWeights(up, up, down)
+
+
+def gradients(apply):
+  def loss(x, gate, weights, index):
+    y, stats = apply(x, index, gate, weights)
+    return jnp.sum(y.astype(jnp.float32)), stats
+
+  def grads(x, index, gate, weights):
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights, index)
+
+  return jax.jit(grads)
+
+
+@pytest.mark.parametrize(
+  "name, data, dispatch_dtype",
+  [
+    *((name, data, None) for name in SHAPES for data in (1, 2)),
+    ("deepseek-v3", 1, "float8_e4m3fn"),
+  ],
+)
+def test_lowers_for_gpus(name, data, dispatch_dtype):
+  """Forward and backward of a layer on four GPUs hold kernels only."""
+  config = dataclasses.replace(CONFIG, dispatch_dtype=dispatch_dtype)
+  mesh = make_mesh(4, data)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=config)
+    traced = gradients(apply).trace(*model_arguments(name, mesh))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert kernel_names(traced.jaxpr) == LAYER | PLANNING
+  assert "all_to_all" not in text and "collective_permute" not in text
+  assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
+
+
+def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
+  """What order they go in shows in no result."""
+  seen = []
+  replication = replicate_kernel.replication
+
+  def recorded(arrays, replica_expert_GS, *args, **kwargs):
+    if replica_expert_GS.shape[1]:
+      seen.append(kwargs["home_rows_G"])
+    return replication(arrays, replica_expert_GS, *args, **kwargs)
+
+  monkeypatch.setattr(replicate_kernel, "replication", recorded)
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    # Slots that no other test has, so that nothing is traced already.
+    config = dataclasses.replace(CONFIG, replica_slots=5)
+    apply = functools.partial(uep.sharded_moe, config=config)
+    gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
+  assert len(seen) >= 2  # also backward
+  assert {(rows.shape, rows.dtype) for rows in seen} == {((4,), jnp.dtype(jnp.int32))}
+
+
+def test_kernels_convert_no_booleans():
+  """Each conversion starts a process as the kernel is lowered: see ``pallas_kernels.branches``."""
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=CONFIG)
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  inside = [
+    eqn
+    for kernel in kernels(jaxpr)
+    for body in jax.extend.core.jaxprs_in_params(kernel.params)
+    for eqn in equations(body)
+  ]
+  assert any(eqn.primitive.name == "cond" for eqn in inside)
+  converted = [
+    eqn
+    for eqn in inside
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool
+  ]
+  assert not converted
+
+
+def test_equal_kernels_are_compiled_once():
+  """In all rounds and layers; forward and backward dispatch alike."""
+  mesh = make_mesh(4)
+
+  def two_layers(x, index, gate, weights):
+    y, _ = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
+    return uep.sharded_moe(y, index, gate, weights, config=CONFIG)
+
+  with jax.set_mesh(mesh):
+    jaxpr = gradients(two_layers).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  calls = kernels(jaxpr)
+  distinct = {id(call): call for call in calls}.values()
+  names = [kernel.params["name"] for kernel in distinct]
+  assert len(calls) > 50
+  assert names.count("dispatch") == names.count("route_rows") == 1
+  assert names.count("combine") == 2  # with gates, and without
+  assert len(distinct) <= len(calls) // 2
+
+
+def test_copies_have_no_kernel_of_their_own():
+  """They ride in the first matmul's, of two parts; ``jax.checkpoint`` runs both of them again."""
+  # Buffers for all rows of all ranks: one round, whatever the loads.
+  config = dataclasses.replace(CONFIG, capacity_factor=4.0)
+  apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=config))
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  names = [kernel.params["name"] for kernel in kernels(jaxpr)]
+  assert names.count("gated_matmul") == 4
+  assert "replicate" not in names
+
+
+@pytest.fixture(params=[1, 2])
+def processes(request, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: request.param)
+  jax.clear_caches()  # nothing that is traced may outlive the number that it was traced for
+  yield request.param
+  jax.clear_caches()
+
+
+def test_kernels_among_processes_take_no_slices(processes):
+  """Arrays that a kernel shares with other GPUs go through a barrier: see ``support.call``."""
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=CONFIG)
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  bare = list(shared_outside_barriers(jaxpr))
+  if processes == 1:  # where slices in place spare a copy
+    assert {name for name, _ in bare} == {"dispatch", "combine", *RIDDEN}
+  else:
+    assert not bare
+
+
+RIDDEN = {"gated_matmul", "grouped_matmul", "grouped_matmul_wgrad"}
+
+
+def shared_outside_barriers(jaxpr):
+  """Names of kernels that reach other GPUs, and arrays that they share without a barrier."""
+  made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+  used = collections.defaultdict(list)
+  for eqn in jaxpr.eqns:
+    for var in eqn.invars:
+      if isinstance(var, jax.extend.core.Var):
+        used[var].append(eqn.primitive.name)
+  for eqn in jaxpr.eqns:
+    inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    # The call of a kernel is wrapped once.
+    calls = [call for body in inner for call in body.eqns if call.primitive.name == "mpmd_map"]
+    if not calls:
+      yield from itertools.chain(*map(shared_outside_barriers, inner))
+    elif reaches_others(calls[0]):
+      before = [made[var].primitive.name if var in made else "argument" for var in eqn.invars]
+      after = [name for var in eqn.outvars for name in used[var]]
+      apart = {"optimization_barrier", "new_ref"}  # a new reference is memory of its own
+      yield from ((calls[0].params["name"], name) for name in before + after if name not in apart)
+
+
+def reaches_others(kernel):
+  params = kernel.params["compiler_params"]
+  return kernel.params["name"] in {"dispatch", "combine"} or (
+    kernel.params["name"] in RIDDEN and not params.skip_device_barrier
+  )
+
+
+def test_auto_is_portable_on_other_devices(caplog):
+  with caplog.at_level("INFO", logger="ultraep_jax"):
+    implementation._say_once.cache_clear()
+    for _ in range(2):
+      assert implementation.resolve("auto") == ("portable",)
+  assert [record.message for record in caplog.records] == [
+    'implementation "auto" is "portable": the kernels need NVIDIA GPUs, these are [\'cpu\']'
+  ]
+
+
+def test_auto_picks_kernels_where_they_run(monkeypatch):
+  monkeypatch.setattr(implementation, "why_portable", lambda: None)
+  assert implementation.resolve("auto") == ("mosaic_gpu", "portable")
+  assert implementation.resolve("mosaic_gpu") == ("mosaic_gpu",)
+
+
+def test_the_last_reason_is_raised():
+  candidates = {"mosaic_gpu": cannot("first"), "portable": cannot("second")}
+  with pytest.raises(NotImplementedError, match="second"):
+    implementation.first_that_can(("mosaic_gpu", "portable"), candidates)
+  with pytest.raises(NotImplementedError, match="first"):
+    implementation.first_that_can(("mosaic_gpu",), candidates)
+
+
+def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
+  problem = make_problem(make_mesh(4), width=136)
+  config = dataclasses.replace(CONFIG, implementation="auto", dispatch_dtype="float8_e4m3fn")
+  args = problem.x, problem.expert_index, problem.gate, problem.weights
+  with caplog.at_level("DEBUG", logger="ultraep_jax"), jax.set_mesh(problem.mesh):
+    text = str(traced_for_gpus(layer(problem, config), *args))
+  assert "f8_e4m3fn[32,136]{V:expert} = all_to_all" in text
+  assert "D: expected a positive multiple of 128, got 136" in caplog.text
+
+
+def traced_for_gpus(function, *args):
+  """Its program as where kernels run."""
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(implementation, "why_portable", lambda: None)
+    return jax.jit(function).trace(*args).jaxpr
+
+
+@pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])
+def test_experts_that_kernels_cannot_move_are_moved_portably(width, inner, dtype):
+  mesh = make_mesh(4)
+  by_expert = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+  weights = uep.ExpertWeights(
+    by_expert((8, width, inner)), by_expert((8, width, inner)), by_expert((8, inner, width))
+  )
+  config = dataclasses.replace(CONFIG, implementation="auto")
+
+  def loss(x, index, gate, weights):
+    y, _ = uep.sharded_moe(x, index, gate, weights, config=config)
+    return jnp.sum(y.astype(jnp.float32))
+
+  index = jax.ShapeDtypeStruct((64, 2), jnp.int32)
+  gate = jax.ShapeDtypeStruct((64, 2), jnp.float32)
+  with jax.set_mesh(mesh):
+    jaxpr = traced_for_gpus(
+      jax.grad(loss, argnums=(0, 3)), by_expert((64, width)), index, gate, weights
+    )
+  assert "replicate" not in kernel_names(jaxpr)
+
+
+def test_a_mesh_that_kernels_cannot_take_is_served_portably():
+  """Axes that the caller's ``shard_map`` leaves to the compiler."""
+  problem = make_problem(make_mesh(2, 2), width=128)
+  config = dataclasses.replace(CONFIG, implementation="auto")
+  by_expert = jax.sharding.PartitionSpec("expert")
+
+  def local(x, index, gate, weights):
+    return uep.moe(x, index, gate, weights, config=config)[0]
+
+  run = jax.shard_map(
+    local,
+    mesh=problem.mesh,
+    in_specs=by_expert,
+    out_specs=by_expert,
+    axis_names={"expert"},
+  )
+  jaxpr = traced_for_gpus(run, problem.x, problem.expert_index, problem.gate, problem.weights)
+  assert kernel_names(jaxpr).isdisjoint({"dispatch", "combine", "replicate"})

@@ -1,0 +1,439 @@
+"""The command line: every command, what it prints, what it refuses and how it ends."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_megatron
+import traces
+from jax.sharding import AxisType
+
+from ultraep_jax import cli, testing
+from ultraep_jax.bench.kernels import exchange as bench_exchange
+from ultraep_jax.bench.kernels import plan as bench_plan
+from ultraep_jax.commands import demo
+from ultraep_jax.commands import doctor as doctor_command
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.doctor import mesh_advice
+from ultraep_jax.sharded import sharded_moe
+from ultraep_jax.tools import selfcheck
+from ultraep_jax.trace import format as files
+from ultraep_jax.types import Plan
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+  status = cli.main([str(argument) for argument in arguments])
+  out, err = capsys.readouterr()
+  return status, out, err
+
+
+def command(*arguments: object) -> list[str]:
+  return [sys.executable, "-m", "ultraep_jax", *map(str, arguments)]
+
+
+# --- all commands ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in cli.COMMANDS if n not in ("demo", "bench")])
+def test_help(name, capsys):
+  with pytest.raises(SystemExit) as end:
+    cli.main([name, "--help"])
+  assert end.value.code == 0
+  text = capsys.readouterr().out
+  assert text.startswith(f"usage: python -m ultraep_jax {name}")
+  for line in (cli.COMMANDS[name].__doc__ or "").splitlines():
+    assert line in text
+
+
+def test_list_of_commands(capsys):
+  with pytest.raises(SystemExit, match="0"):
+    cli.main(["--help"])
+  listed = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
+  assert listed == list(cli.COMMANDS)
+  documents = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
+  for name in cli.COMMANDS:
+    assert all(f"ultraep_jax {name}" in document for document in documents), name
+
+
+@pytest.mark.parametrize(
+  "wrong", [[], ["fly"], ["doctor", "--steps", "3"], ["plan", "--slots", "x"]]
+)
+def test_wrong_command_lines_end_with_2(wrong, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    cli.main(wrong)
+  assert "usage: python -m ultraep_jax" in capsys.readouterr().err
+
+
+def test_interrupt_ends_with_130(monkeypatch):
+  def interrupted(args):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(doctor_command, "run", interrupted)
+  assert cli.main(["doctor"]) == 130
+
+
+def test_a_closed_pipe_is_no_error():
+  child = subprocess.Popen(
+    command("plan", "--json"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  )
+  assert child.stdout is not None and child.stderr is not None
+  child.stdout.close()
+  assert child.wait(60) == 0 and child.stderr.read() == b""
+  child.stderr.close()
+
+
+# --- demo and bench --------------------------------------------------------------------------
+
+
+def test_demo_gets_its_arguments(tmp_path, monkeypatch, capsys):
+  script = tmp_path / "example.py"
+  script.write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+  monkeypatch.setattr(demo, "_EXAMPLE", script)
+  before = list(sys.argv)
+  assert run(capsys, "demo", "--steps", 3, "--help")[:2] == (
+    0,
+    "__main__ ['--steps', '3', '--help']\n",
+  )
+  assert sys.argv == before
+
+
+def test_demo_without_a_checkout_says_what_to_do(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(demo, "_EXAMPLE", tmp_path / "none.py")
+  status, _, err = run(capsys, "demo")
+  assert status == 1 and "Clone the repository" in err
+
+
+def test_demo_is_in_the_checkout():
+  assert demo._EXAMPLE.is_file()
+
+
+def test_bench_lists_and_passes_arguments_on(capsys):
+  files = (ROOT / "ultraep_jax/bench").glob("[a-z]*.py")
+  names = {path.stem for path in files if "def main(" in path.read_text()}
+  status, out, _ = run(capsys, "bench")
+  assert status == 0 and {line.split()[0] for line in out.splitlines()} == names
+  before = list(sys.argv)
+  for name in names:
+    with pytest.raises(SystemExit, match="0"):
+      cli.main(["bench", name, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: python -m ultraep_jax bench {name}") and "--" in out
+  assert sys.argv == before
+  for name in ("speed", "timing"):
+    status, _, err = run(capsys, "bench", name)
+    assert status == 1 and "expected one of" in err and f"'{name}'" in err
+
+
+def test_bench_ends_as_the_measurement_does(capsys, monkeypatch):
+  monkeypatch.setattr(bench_exchange, "run", lambda args: len(args.shapes))
+  assert run(capsys, "bench", "exchange", "check", "--shapes", "1x1x128", "2x1x128")[0] == 2
+  monkeypatch.setattr(bench_plan, "main", lambda: None)
+  assert run(capsys, "bench", "plan")[0] == 0
+
+
+# --- doctor ----------------------------------------------------------------------------------
+
+
+def test_doctor_prints_text_and_json(capsys):
+  status, text, _ = run(capsys, "doctor", "--no-check")
+  assert status == 0 and "check" not in text
+  status, out, _ = run(capsys, "doctor", "--no-check", "--json")
+  report = json.loads(out)
+  assert report["implementation"] == "portable" and report["reason"] in text
+  assert "the kernels need NVIDIA GPUs" in report["reason"]
+  assert sum(report["devices"].values()) == 8 and report["check"] is None
+  assert 'jax.make_mesh((8,), ("expert",))' in report["mesh"]
+
+
+def test_doctor_checks_a_layer(capsys):
+  status, text, _ = run(capsys, "doctor")
+  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 to 1.0'
+  assert status == 0 and re.search(expected, text)
+
+
+def test_doctor_says_where_kernels_run(capsys, monkeypatch):
+  monkeypatch.setattr(sys.modules["ultraep_jax.doctor"], "why_portable", lambda: None)
+  status, text, _ = run(capsys, "doctor", "--no-check")
+  assert status == 0 and '"auto" picks "mosaic_gpu": its kernels run on these devices' in text
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_self_check_fits_every_kernel(ranks):
+  mesh = jax.make_mesh(
+    (ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
+  )
+  config = dataclasses.replace(selfcheck.CONFIG, implementation="mosaic_gpu")
+  layer = jax.jit(functools.partial(sharded_moe, config=config))
+  with jax.set_mesh(mesh):
+    traced = layer.trace(*selfcheck.make_problem(ranks))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_doctor_fails_with_the_check(capsys, monkeypatch):
+  failed = selfcheck.Check(False, "portable", 4, 0.5, 2.0, 1.0, 1.0)
+  monkeypatch.setattr(doctor_command, "self_check", lambda: failed)
+  status, text, _ = run(capsys, "doctor")
+  assert status == 1 and "FAILED" in text
+
+
+def test_self_check_says_what_went_wrong(monkeypatch):
+  def broken(*_, **__):
+    raise RuntimeError("no such link\nand a long story")
+
+  monkeypatch.setattr("ultraep_jax.tools.selfcheck.sharded_moe", broken)
+  check = selfcheck.self_check()
+  assert not check.passed and check.failure == "RuntimeError: no such link"
+  assert check.error is None
+
+
+def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch):
+  failed = selfcheck.Check(False, "portable", 4, None, None, None, 1.0, "no link")
+  monkeypatch.setattr(doctor_command, "self_check", lambda: failed)
+  status, text, _ = run(capsys, "doctor", "--json")
+  report = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+  assert status == 1 and report["check"]["failure"] == "no link"
+
+  def broken():
+    raise RuntimeError("Unable to initialize backend 'cuda'")
+
+  monkeypatch.setattr(doctor_command, "doctor", broken)
+  status, _, errors = run(capsys, "doctor")
+  assert status == 1 and "devices: expected some that JAX can start, got: Unable" in errors
+
+
+def test_mesh_advice():
+  one = mesh_advice(1, 1, "cpu")
+  assert "nothing to balance" in one and "jax_num_cpu_devices" in one
+  assert "jax_num_cpu_devices" not in mesh_advice(1, 1, "gpu")
+  assert "domain_size" not in mesh_advice(8, 8, "gpu")
+  assert "domain_size=8 keeps copies" in mesh_advice(64, 8, "gpu")
+
+
+# --- plan ------------------------------------------------------------------------------------
+
+
+def assert_is_the_plan_of(answer: dict, load_GE: np.ndarray, config: BalanceConfig) -> None:
+  ranks = len(load_GE)
+  expert_GS = np.full((ranks, config.replica_slots), -1, np.int32)
+  parent_GS = expert_GS.copy()
+  for copy in answer["replicas"]:
+    slot = int((expert_GS[copy["rank"]] >= 0).sum())
+    expert_GS[copy["rank"], slot], parent_GS[copy["rank"], slot] = copy["expert"], copy["from"]
+    assert copy["assignments"] == answer["quota"][copy["expert"]][copy["rank"]]
+  plan = Plan(*map(jnp.asarray, (expert_GS, np.array(answer["quota"], np.int32), parent_GS)))
+  testing.assert_legal_plan(plan, jnp.asarray(load_GE), config)
+  after = np.array(answer["load_after"])
+  assert answer["load_before"] == load_GE.sum(axis=0).reshape(ranks, -1).sum(axis=1).tolist()
+  assert answer["imbalance"]["after"] == pytest.approx(after.max() / after.mean())
+
+
+@pytest.mark.parametrize("kind", [".npy", ".npz", ".json", ".csv"])
+def test_plan_reads_files(kind, tmp_path, capsys):
+  load_GE = traces.loads(3)
+  path = tmp_path / f"loads{kind}"
+  if kind == ".npy":
+    np.save(path, load_GE)
+  elif kind == ".npz":
+    np.savez(path, load_GE=load_GE, other=np.zeros(3))
+  elif kind == ".json":
+    path.write_text(json.dumps(load_GE.tolist()))
+  else:
+    np.savetxt(path, load_GE, fmt="%d", delimiter=",")
+  status, out, _ = run(capsys, "plan", path, "--json")
+  assert status == 0
+  assert_is_the_plan_of(json.loads(out), load_GE, traces.CONFIG)
+  status, text, _ = run(capsys, "plan", path)
+  assert status == 0 and "4 ranks, 8 experts, 2 replica slots a rank; 512 assignments" in text
+
+
+def test_plan_deals_loads_per_expert_to_the_ranks(tmp_path, capsys):
+  path = tmp_path / "loads.csv"
+  path.write_text("10, 3, 0, 6, 1, 1, 1, 2\n")
+  _, out, _ = run(capsys, "plan", path, "--ranks", 4, "--json")
+  answer = json.loads(out)
+  assert answer["assignments"] == 24 and answer["load_before"] == [13, 6, 2, 3]
+  assert answer["imbalance"]["after"] == 1.0
+
+
+def test_plan_makes_workloads_and_weighs_time(capsys):
+  sizes = ("--ranks", 4, "--experts", 8, "--tokens", 512, "--top-k", 2)
+  _, out, _ = run(capsys, "plan", *sizes, "--ratio", 2.5, "--json", "--width", 64, "--inner", 128)
+  answer = json.loads(out)
+  assert answer["imbalance"]["before"] == pytest.approx(2.5, abs=0.01)
+  assert answer["copy_bytes"] == 3 * 64 * 128 * 2 and answer["copies"] > 0
+  few = ("--objective", "time", "--tokens", 128, "--width", 8192, "--inner", 65536)
+  _, out, _ = run(capsys, "plan", *sizes, *few, "--json")
+  assert json.loads(out)["copies"] == 0  # copies that cost more than they save
+  for workload in ("flat", "balanced", "all-to-one", "giant"):
+    _, out, _ = run(capsys, "plan", *sizes, "--workload", workload, "--json")
+    answer = json.loads(out)
+    assert answer["assignments"] == 4 * 512 * 2
+    assert answer["imbalance"]["after"] <= answer["imbalance"]["before"]
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("a.csv", "1,2\n3", "expected loads in csv"),
+    ("a.csv", "1,nan\n3,4", "expected whole numbers"),
+    ("a.csv", "1,-2\n3,4", r"expected loads in \[0, 2\*\*31\), got -2 to 4"),
+    ("a.csv", "1.5,2\n3,4", "expected whole numbers"),
+    ("a.csv", "1e12,2\n3,4", r"expected loads in \[0, 2\*\*31\)"),
+    ("a.csv", "1,2,3\n3,4,5", r"expected shape \[G, E\], E a positive multiple of G"),
+    ("a.csv", "1,2,3,4", "--ranks: expected with loads per expert"),
+    ("a.csv", "<script>", "expected loads in csv"),
+    ("a.json", "[[1, 2], [3]]", "expected loads in json"),
+    ("a.json", '{"load": 3}', "expected whole numbers, got object"),
+    ("a.json", "[[[1]]]", r"expected shape \[G, E\] or \[E\], got \[1, 1, 1\]"),
+    ("a.json", "[[1, 2]", "expected loads in json"),
+    ("a.npy", "", "expected loads in npy"),
+    ("a.npz", "PK", "expected loads in npz"),
+    ("a.txt", "1", "expected .npy, .npz, .json or .csv, got .txt"),
+    ("none.npy", None, "No such file or directory"),
+    (".", None, "expected .npy, .npz, .json or .csv"),
+  ],
+)
+def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
+  if content is not None:
+    (tmp_path / name).write_text(content)
+  status, out, err = run(capsys, "plan", tmp_path / name)
+  assert status == 1 and not out and "Traceback" not in err
+  assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--slots", "-1"], "replica_slots: expected at least 0, got -1"),
+    (["--ranks", "7"], "num_experts: expected a multiple of 7 ranks, got 64"),
+    (["--ranks", "0"], "num_experts: expected a multiple of 0 ranks"),
+    (["--ratio", "nan"], "ratio: expected a number"),
+    (["--domain", "3"], "domain_size: expected a divisor of 8 ranks, got 3"),
+    (["--strategy", "magic"], "strategy: expected one of"),
+    (["--strategy", "ideal"], "replaces the router's choice and plans nothing"),
+    (["--objective", "time"], "expected --width and --inner"),
+    (["--width", "64"], "--width, --inner: expected both or none"),
+    (["--width", "64", "--inner", "0"], "expected at least 1"),
+  ],
+)
+def test_plan_refuses_wrong_numbers(arguments, message, capsys):
+  status, _, err = run(capsys, "plan", *arguments)
+  assert status == 1 and message in err
+
+
+# --- trace -----------------------------------------------------------------------------------
+
+
+def test_trace_show_and_import(tmp_path, capsys):
+  test_megatron.write_run(tmp_path / "from")
+  arguments = ("import", tmp_path / "from", tmp_path / "to", "--experts", test_megatron.E)
+  status, text, _ = run(capsys, "trace", *arguments)
+  assert status == 0 and "6 records, steps 0 to 2" in text
+  assert "after: as planned on import, not measured" in text
+  status, shown, _ = run(capsys, "trace", "show", tmp_path / "to")
+  assert status == 0 and shown == text
+  _, out, _ = run(capsys, "trace", "show", tmp_path / "to", "--json")
+  summary = json.loads(out)
+  assert summary["records"] == 6 and f"{summary['before']['100']:.3f}" in text
+  status, _, err = run(capsys, "trace", *arguments)
+  assert status == 1 and "expected a folder without a trace" in err
+  status, _, err = run(capsys, "trace", "show", tmp_path / "from")
+  assert status == 1 and "for Megatron's router traces see" in err
+
+
+# --- view ------------------------------------------------------------------------------------
+
+
+def test_view_writes_a_page(tmp_path, capsys):
+  first = traces.write(tmp_path / "first")
+  second = traces.write(tmp_path / "second", steps=3)
+  page = tmp_path / "page.html"
+  status, out, _ = run(capsys, "view", first, second, "--html", page, "--steps", "2:")
+  assert status == 0 and "first: 8 records" in out and "second: 2 records" in out
+  data = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+  assert data is not None
+  runs = json.loads(data[1])["runs"]
+  assert [(r["name"], r["steps"]) for r in runs] == [("first", 4), ("second", 1)]
+
+
+@pytest.mark.parametrize("damage", ["nothing there", "another program", "no right", "damaged"])
+def test_view_says_what_is_wrong(damage, tmp_path, capsys):
+  folder, page = tmp_path / "trace", tmp_path / "page.html"
+  message = damage
+  if damage == "another program":
+    folder.mkdir()
+    (folder / files.MANIFEST).write_text("{}")
+  elif damage == "no right":
+    traces.write(folder)
+    page = tmp_path / "none" / "page.html"
+    message = "No such file or directory"
+  elif damage == "damaged":
+    for path in files.chunks(traces.write(folder)):
+      path.write_bytes(b"PK\x03\x04")
+  status, out, err = run(capsys, "view", folder, "--html", page)
+  assert status == 1 and message in err and "Traceback" not in err
+  assert not page.exists() and "wrote" not in out
+
+
+def test_view_reports_what_it_leaves_out(tmp_path, capsys):
+  folder = traces.write(tmp_path / "trace")
+  last = files.chunks(folder)[-1]
+  last.write_bytes(last.read_bytes()[:-10])
+  status, out, _ = run(capsys, "view", folder, "--html", tmp_path / "page.html")
+  assert status == 0 and f"left out: {last.name}" in out
+
+
+def test_view_needs_its_extra(tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "plotly.offline", None)
+  status, _, err = run(capsys, "view", traces.write(tmp_path), "--html", tmp_path / "page.html")
+  assert status == 1 and "pip install 'ultraep-jax[viewer]'" in err
+
+
+@pytest.fixture
+def interruptible():
+  """Programs started here heed SIGINT, also where a shell that started the tests ignores it."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+def test_view_serves_until_it_is_stopped(tmp_path, interruptible):
+  folder = traces.write(tmp_path / "a run", steps=2)
+  child = subprocess.Popen(command("view", folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  try:
+    assert child.stdout is not None
+    with child.stdout as lines:
+      address = re.search(r"http://127\.0\.0\.1:\d+/", lines.readline())
+      assert address is not None
+      with urllib.request.urlopen(address[0], timeout=60) as answer:
+        assert "a run" in answer.read().decode()
+      port = address[0].rpartition(":")[2].strip("/")
+      second = subprocess.run(
+        command("view", folder, "--port", port), cwd=ROOT, capture_output=True, text=True
+      )
+      assert second.returncode == 1
+      assert f"cannot serve on 127.0.0.1, port {port}" in second.stderr
+      child.send_signal(signal.SIGINT)
+      assert child.wait(30) == 130
+  finally:
+    child.kill()
+    child.wait()
+
+
+@pytest.mark.parametrize("steps", ["3", "a:b", "1:2:3"])
+def test_view_refuses_other_steps(steps, tmp_path, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    cli.main(["view", str(tmp_path), "--steps", steps])
+  assert f"expected A:B, got '{steps}'" in capsys.readouterr().err

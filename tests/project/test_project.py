@@ -1,0 +1,332 @@
+"""The project as a whole: packaging, Bazel targets, import order, command line, documents."""
+
+import ast
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import types
+import venv
+import zipfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ultraep_jax
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDERS = ("ultraep_jax", "pallas_kernels", "examples", "tests")
+FILES = sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).rglob("*.py"))
+
+# What the packages hold beside modules.
+DATA = {
+  "pallas_kernels/py.typed",
+  "pallas_kernels/tables/nvidia_h200.json",
+  "ultraep_jax/py.typed",
+  *(f"ultraep_jax/viewer/{name}" for name in ("charts.js", "page.css", "page.html", "page.js")),
+  *(
+    f"ultraep_jax/simulate/calibrations/{name}.json" for name in ("h200", "h200_portable", "nvl64")
+  ),
+}
+
+# Modules import only from lines below their own. Packages count as one module.
+LAYERS = (
+  ("__main__",),
+  ("cli",),
+  ("commands",),
+  ("__init__",),
+  ("bench",),
+  ("serve",),
+  ("models",),
+  ("packed",),
+  ("simulate",),
+  ("viewer",),
+  ("trace",),
+  ("selfcheck",),
+  ("testing",),
+  ("workloads",),
+  ("linen", "nnx"),
+  ("block",),
+  ("sharded",),
+  ("moe",),
+  ("rounds", "stats", "gating"),
+  ("strategies",),
+  ("exchange", "experts", "replicate"),
+  ("block_exchange", "push_exchange", "ring_replicate", "tile_matmul"),
+  ("plan", "route"),
+  ("exact",),
+  ("checks", "greedy", "relay", "load", "doctor"),
+  ("mesh", "integers", "implementation", "processes", "progress", "wire"),
+  ("config",),
+  ("types",),
+)
+
+# Import name to requirement, where they differ.
+REQUIREMENTS = {"orbax": "orbax_checkpoint"}
+
+
+# --- imports ---------------------------------------------------------------------------------
+
+
+def imported_modules(path: str) -> set[str]:
+  """Names of the modules that a file imports at run time; our own ones in full."""
+  modules: set[str] = set()
+  for node in _runtime_nodes(ast.parse((ROOT / path).read_text())):
+    if isinstance(node, ast.Import):
+      modules |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{path}: expected absolute imports, got a relative one"
+      parent = node.module or ""
+      for alias in node.names:
+        child = f"{parent}.{alias.name}"
+        modules.add(child if source_file(child) else parent)
+  return modules
+
+
+def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+  """All nodes but those under ``if TYPE_CHECKING``."""
+  for node in ast.iter_child_nodes(tree):
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+      continue
+    yield node
+    yield from _runtime_nodes(node)
+
+
+def source_file(module: str) -> str | None:
+  """The file of one of our modules, or None. Tests and examples import by bare name."""
+  base = module.replace(".", "/")
+  candidates = (f"{base}.py", f"{base}/__init__.py", f"tests/{base}.py", f"examples/{base}.py")
+  return next((c for c in candidates if c in FILES), None)
+
+
+def layer_of(path: str) -> int:
+  name = pathlib.PurePath(path).parts[1].removesuffix(".py")
+  matches = [i for i, names in enumerate(LAYERS) if name in names]
+  assert matches, f"{path}: expected a place in LAYERS, got none"
+  return matches[0]
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.startswith("ultraep_jax/")])
+def test_imports_point_down(path):
+  package = pathlib.PurePath(path).parts[1]
+  for module in imported_modules(path):
+    target = source_file(module)
+    if target is None or pathlib.PurePath(target).parts[1] == package:
+      continue
+    if target.startswith("pallas_kernels/"):
+      continue  # below everything, as the next test says
+    assert layer_of(path) < layer_of(target), f"{path} imports {target}, which is not below it"
+
+
+def test_kernels_import_nothing_of_the_library():
+  for path in FILES:
+    if path.startswith("pallas_kernels/"):
+      assert not {m for m in imported_modules(path) if m.startswith("ultraep_jax")}, path
+
+
+def test_import_changes_nothing():
+  """Importing queries no device, and changes no flag of jax and no environment variable."""
+  code = """
+import os, jax, flax
+flags, environment = dict(jax.config.values), dict(os.environ)
+import ultraep_jax, ultraep_jax.cli, pallas_kernels
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "devices were queried"
+assert dict(jax.config.values) == flags, "a flag changed"
+assert dict(os.environ) == environment, "the environment changed"
+"""
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# --- public names ----------------------------------------------------------------------------
+
+
+def public_names() -> list[str]:
+  tree = ast.parse((ROOT / "ultraep_jax/__init__.py").read_text())
+  return [a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+
+
+def test_init_holds_public_names_and_nothing_else():
+  for node in ast.parse((ROOT / "ultraep_jax/__init__.py").read_text()).body[1:]:
+    assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+    assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_name_is_described(name):
+  value = getattr(ultraep_jax, name)
+  if callable(value) or isinstance(value, types.ModuleType):
+    assert value.__doc__, f"{name}: expected a docstring, got none"
+  for document, prefix in (("README.md", "`"), ("docs/api.md", r"uep\.")):
+    text = (ROOT / document).read_text()
+    assert re.search(rf"{prefix}{name}\b", text), f"{name} is not in {document}"
+
+
+def test_scalars_are_documented():
+  stats = ultraep_jax.LayerStats(*[jnp.ones(1)] * len(ultraep_jax.LayerStats._fields))
+  document = (ROOT / "docs/api.md").read_text()
+  assert not [name for name in stats.scalars() if f"`{name}`" not in document]
+
+
+# --- BUILD -----------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+  rule: str
+  name: str
+  srcs: tuple[str, ...]
+  deps: frozenset[str]
+  attributes: dict[str, Any]
+
+
+def build_targets() -> list[Target]:
+  """Evaluates BUILD, which is Starlark and here also Python, with rules that take notes."""
+  targets: list[Target] = []
+  loaded: set[str] = set()
+
+  def rule(kind: str):
+    def record(name, srcs=(), deps=(), **attributes):
+      assert kind in loaded, f"{name}: {kind} is not loaded"
+      targets.append(Target(kind, name, tuple(srcs), frozenset(deps), attributes))
+
+    return record
+
+  scope = {kind: rule(kind) for kind in ("py_library", "py_test", "py_binary")}
+  scope |= {"load": lambda _, *names: loaded.update(names), "package": lambda **_: None}
+  scope |= {"licenses": lambda _: None, "exports_files": lambda _: None}
+  source = (ROOT / "BUILD").read_text()
+  exec(compile(ast.parse(source), "BUILD", "exec"), scope)
+  return targets
+
+
+TARGETS = build_targets()
+
+
+def test_every_file_is_in_one_target():
+  sources = [source for target in TARGETS for source in target.srcs]
+  assert sorted(sources) == FILES
+  names = [target.name for target in TARGETS]
+  assert len(set(names)) == len(names)
+
+
+def test_rules_fit_the_files():
+  rules = {source: target.rule for target in TARGETS for source in target.srcs}
+  for path, rule in rules.items():
+    folder, _, file = path.rpartition("/")
+    if folder == "examples":
+      assert rule == "py_binary", path
+    else:
+      assert (rule == "py_test") == (folder == "tests" and file.startswith("test_")), path
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_deps_are_the_imports(target):
+  owner = {source: f":{t.name}" for t in TARGETS for source in t.srcs}
+  expected = {":conftest", "@pip//pytest"} if target.rule == "py_test" else set()
+  for module in {m for source in target.srcs for m in imported_modules(source)}:
+    top = module.partition(".")[0]
+    source = source_file(module)
+    if source is not None:
+      expected.add(owner[source])
+    elif top not in sys.stdlib_module_names:
+      expected.add(f"@pip//{REQUIREMENTS.get(top, top)}")
+  assert target.deps == expected - {f":{target.name}"}
+
+
+# --- documents and commands ------------------------------------------------------------------
+
+
+def readme_blocks(language: str) -> list[str]:
+  return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_has_two_commands_and_ci_runs_the_second_last():
+  demo, tests = (block.strip() for block in readme_blocks("bash"))
+  assert demo.endswith("-m ultraep_jax demo")
+  assert (ROOT / ".ci/run").read_text().splitlines()[-1] == tests
+  assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+@pytest.mark.slow
+def test_readme_layers_compute_the_same():
+  scope: dict[str, Any] = {"__name__": "readme"}
+  for block in readme_blocks("python"):
+    exec(block, scope)
+  expected = scope["MoE"].__call__(scope["layer"], scope["x"])
+  np.testing.assert_allclose(scope["y"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "document", ["README.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_links_of_documents_exist(document):
+  path = ROOT / document
+  prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+  for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+    assert "://" in link or (path.parent / link).exists(), f"{document}: {link}"
+
+
+def test_python_versions_agree():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert project["requires-python"] == ">=" + (ROOT / ".python-version").read_text().strip()
+
+
+def test_jax_range_is_the_same_everywhere():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  requirements = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+  ranges = {r.partition(">=")[2] for r in requirements if r.startswith("jax")}
+  assert ranges == {"0.11.2,<0.13"}
+  assert "jax ≥ 0.11.2 and < 0.13" in (ROOT / "README.md").read_text()
+
+
+# --- wheel -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("wheel")
+  command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+  subprocess.run([*command, str(ROOT)], check=True, stdout=subprocess.DEVNULL)
+  return next(folder.glob("*.whl"))
+
+
+def test_wheel_holds_both_packages_and_nothing_else(wheel):
+  names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+  modules = {f for f in FILES if f.startswith(("ultraep_jax/", "pallas_kernels/"))}
+  assert names == modules | DATA
+
+
+def test_bazel_has_the_data():
+  data = {name for target in TARGETS for name in target.attributes.get("data", ())}
+  assert data >= DATA
+
+
+@pytest.mark.slow
+def test_wheel_works_outside_the_checkout(wheel, tmp_path):
+  """In an environment whose dependencies are those of this one, by a path file."""
+  venv.create(tmp_path / "env")
+  python = tmp_path / "env/bin/python"
+  packages = next((tmp_path / "env/lib").glob("python*")) / "site-packages"
+  (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+  install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+  subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True)
+  code = "import ultraep_jax, pallas_kernels; print(ultraep_jax.__file__, pallas_kernels.__file__)"
+  environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+  done = subprocess.run(
+    [python, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+  )
+  assert all(path.startswith(str(packages)) for path in done.stdout.split()), done.stdout
+
+
+def test_modules_of_the_public_package_import():
+  for path in FILES:
+    if path.startswith(("ultraep_jax/", "pallas_kernels/")) and not path.endswith("__main__.py"):
+      module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+      assert importlib.import_module(module).__doc__, f"{module}: expected a docstring, got none"

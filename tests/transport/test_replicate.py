@@ -1,0 +1,119 @@
+"""Replication copies bit for bit; its adjoint sums home in a fixed order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax.transport import replicate
+
+RANKS, HOME = 8, 2
+
+PLACEMENTS = {
+  "empty": [[-1, -1]] * 8,
+  "neighbours": [[15, -1], [0, -1], [3, -1], [5, 4], [-1, -1], [9, 8], [-1, -1], [-1, -1]],
+  "one hot": [[-1, -1]] + [[1, -1]] * 7,
+  "full": [[(2 * g + 5) % 16, (2 * g + 10) % 16] for g in range(8)],
+  "domains": [[2, 4], [1, 6], [0, 7], [5, 3], [10, 12], [9, 14], [8, 15], [13, 11]],
+}
+
+
+def mesh():
+  return jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def shard(function, num_in):
+  return jax.jit(
+    jax.shard_map(
+      function, mesh=mesh(), in_specs=(P("expert"),) * num_in + (P(),), out_specs=P("expert")
+    )
+  )
+
+
+def experts_tree(rng):
+  """FP8 values with scales, integers, a vector per expert: anything with a leading axis."""
+  return {
+    "values": jnp.asarray(rng.normal(size=(16, 3, 5)), jnp.float8_e4m3fn),
+    "scales": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32),
+    "bias": jnp.asarray(rng.normal(size=(16,)), jnp.bfloat16),
+    "ids": jnp.asarray(rng.integers(-(2**31), 2**31, size=(16, 2)), jnp.int32),
+    "zeros": jnp.asarray(rng.choice([0.0, -0.0, np.nan, np.inf], size=(16, 2)), jnp.float32),
+  }
+
+
+def replicate_here(home, placement, domain_size=None):
+  """Every copy comes from its home; the portable form does not ask."""
+  parent = jnp.where(placement < 0, -1, placement // HOME)
+  return replicate.replicate(home, placement, parent, axis_name="expert", domain_size=domain_size)
+
+
+def reduce_here(replica, home, placement):
+  parent = jnp.where(placement < 0, -1, placement // HOME)
+  return replicate.reduce_replicas(replica, home, placement, parent, axis_name="expert")
+
+
+def as_bits(leaf):
+  return np.asarray(leaf).view(f"u{leaf.dtype.itemsize}")
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("domain", [None, 4])
+def test_replicate_copies_bit_for_bit(name, domain):
+  if domain and name not in ("empty", "domains"):
+    domain = 8  # these placements cross domains of four
+  placement = jnp.array(PLACEMENTS[name], jnp.int32)
+  tree = experts_tree(np.random.default_rng(0))
+  copy = functools.partial(replicate_here, domain_size=domain)
+  got = shard(copy, 1)(tree, placement)
+  expert_R = np.asarray(placement).reshape(-1)
+  for key, leaf in tree.items():
+    expected = as_bits(leaf)[expert_R]
+    expected[expert_R < 0] = 0
+    np.testing.assert_array_equal(as_bits(got[key]), expected)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_reduce_adds_every_replica_once(name):
+  placement = jnp.array(PLACEMENTS[name], jnp.int32)
+  rng = np.random.default_rng(1)
+  replica = [jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32) for _ in range(2)]
+  home = [jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32) for _ in range(2)]
+  got = shard(reduce_here, 2)(replica, home, placement)
+  for sent, kept, result in zip(replica, home, got, strict=True):
+    expected = np.array(kept)
+    for row, expert in enumerate(np.asarray(placement).reshape(-1)):
+      if expert >= 0:
+        expected[expert] += sent[row]  # small integers: any order gives the same sum
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_reduce_is_the_adjoint_of_replicate():
+  placement = jnp.array(PLACEMENTS["full"], jnp.int32)
+  rng = np.random.default_rng(2)
+  home = jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32)
+  replica = jnp.asarray(rng.integers(-9, 9, size=(16, 4)), jnp.float32)
+  copied = shard(replicate_here, 1)(home, placement)
+  reduced = shard(reduce_here, 2)(replica, jnp.zeros_like(home), placement)
+  assert float(jnp.vdot(copied, replica)) == float(jnp.vdot(home, reduced))
+
+
+def test_order_of_the_sum_is_fixed():
+  """The next rank of the ring first: an order in which these terms do not cancel to zero."""
+  placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
+  terms = jnp.array([0.0, 1e8, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0], jnp.float32)[:, None]
+  got = shard(reduce_here, 2)(terms, jnp.zeros((16, 1), jnp.float32), placement)
+  expected = np.float32(0)
+  for term in np.asarray(terms[1:, 0]):
+    expected += term
+  assert float(got[0, 0]) == float(expected) != float(np.sum(np.asarray(terms), dtype=np.float64))
+
+
+def test_no_slots_no_communication():
+  placement = jnp.zeros((RANKS, 0), jnp.int32)
+  home = jnp.ones((16, 4))
+  copy = shard(replicate_here, 1)
+  assert copy(home, placement).shape == (0, 4)
+  assert "ppermute" not in str(jax.make_jaxpr(copy)(home, placement))

@@ -1,0 +1,167 @@
+"""Times the first matmul of forward with copies of weights before it, and beside it.
+
+Run on every GPU of a host: ``python -m ultraep_jax bench beside``. Of a layer only the gated matmul
+is run, on the rows that a plan gives every rank. What is exposed is the time over that of the same
+matmul with copies that are there already; all run in turn.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.matmul.gated import gated_beside, gated_matmul
+from pallas_kernels.transfer.replicate import replicate, replication
+from pallas_kernels.transfer.tiles import Tuning
+from ultraep_jax import testing
+from ultraep_jax.bench import timing
+from ultraep_jax.bench.kernels.portable import AXIS
+from ultraep_jax.bench.kernels.transfers import open_mesh, tunings_of
+from ultraep_jax.bench.layer.problem import SHAPES, random_normal
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.types import Array
+
+_HOME, _SLOTS, _TOKENS = 16, 2, 8192  # experts and replica slots of a rank, its tokens
+_CAPACITY_FACTOR = 1.0625
+_SCALE = 0.02  # of rows and weights
+
+Call = Callable[..., Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--shape", default="qwen3-235b", choices=list(SHAPES))
+  parser.add_argument("--ratios", nargs="+", type=float, default=[1.3, 1.5])
+  parser.add_argument(
+    "--tunings", nargs="*", default=["12x3x16384"], help="of the copies, BLOCKSx3xBYTES"
+  )
+  parser.add_argument("--calls", type=int, default=10, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=int, default=5)
+  return run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+  mesh = open_mesh()
+  shape = SHAPES[args.shape]
+  capacity = int(_TOKENS * shape.top_k * _CAPACITY_FACTOR)
+  data = random_arrays(mesh, capacity, shape.width, shape.inner)
+  calls = variants(tunings_of(args.tunings))
+  programs = {name: sharded(timing.chain(call, args.calls), mesh) for name, call in calls.items()}
+  for ratio in args.ratios:
+    plan = make_plan(mesh.size, _TOKENS, shape.top_k, ratio)
+    arguments = (*data, *(on_ranks(mesh, part) for part in plan))
+    runs = {name: functools.partial(f, *arguments) for name, f in programs.items()}
+    seconds = timing.in_turn(runs, args.repeats, args.calls)
+    times = {name: 1e6 * timing.median(values) for name, values in seconds.items()}
+    print(f"ratio {ratio}, rows of replicas {plan.rows_GP[:, _HOME:].sum(axis=1).tolist()}")
+    for name, micro in times.items():
+      exposed = micro - times["copies known"]
+      print(f"  {name:24} {micro:8.0f} us, exposed {exposed:6.0f} us", flush=True)
+  return 0
+
+
+class _Plan(NamedTuple):
+  """Rows of each slot ``[G, M + S]``, and for each rank all copies and trees ``[G, G, S]``."""
+
+  rows_GP: np.ndarray
+  expert_GS: np.ndarray
+  parent_GS: np.ndarray
+
+
+def make_plan(ranks: int, tokens: int, top_k: int, ratio: float) -> _Plan:
+  """The planner's, for skewed loads."""
+  load_GE = testing.zipf_loads(1, _HOME * ranks, ranks, tokens, top_k, ratio)
+  config = BalanceConfig(objective="balance", implementation="portable")
+  with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    plan = jax.device_get(plan_quotas(jnp.asarray(load_GE), config))
+  rank_G = np.arange(ranks)
+  quota_GE = np.asarray(plan.quota).T
+  home_GM = quota_GE.reshape(ranks, ranks, _HOME)[rank_G, rank_G]
+  expert_GS = np.asarray(plan.replica_expert)
+  replica_GS = np.where(expert_GS >= 0, quota_GE[rank_G[:, None], expert_GS], 0)
+  every = [np.stack([part] * ranks) for part in (expert_GS, np.asarray(plan.parent))]
+  return _Plan(np.concatenate([home_GM, replica_GS], axis=1).astype(np.int32), *every)
+
+
+def random_arrays(
+  mesh: jax.sharding.Mesh, capacity: int, width: int, inner: int
+) -> tuple[Array, Array, Array, Array]:
+  """Rows, and the three matrices of every home expert."""
+  experts = mesh.size * _HOME
+  projection = experts, width, inner
+  return (
+    random_normal(mesh, 0, _SCALE, mesh.size * capacity, width),
+    random_normal(mesh, 1, _SCALE, *projection),
+    random_normal(mesh, 2, _SCALE, *projection),
+    random_normal(mesh, 3, _SCALE, experts, inner, width),
+  )
+
+
+def on_ranks(mesh: jax.sharding.Mesh, part: np.ndarray) -> Array:
+  """``[G, …]`` of all ranks, sharded over them without the leading axis."""
+  return jax.device_put(part.reshape(-1, *part.shape[2:]), NamedSharding(mesh, P(AXIS)))
+
+
+def sharded(function: Call, mesh: jax.sharding.Mesh) -> Call:
+  return jax.jit(
+    jax.shard_map(
+      lambda *args: function(*args)[None],
+      mesh=mesh,
+      in_specs=(P(AXIS),) * 7,
+      out_specs=P(AXIS),
+      check_vma=False,
+    )
+  )
+
+
+def variants(tunings: Mapping[str, Tuning]) -> dict[str, Call]:
+  """Calls of ``(i, rows, gate, up, wo, sizes, experts, parents)``."""
+  gated = functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=False)
+
+  def known(
+    _: Array, rows: Array, gate: Array, up: Array, wo: Array, sizes_P: Array, *plan: Array
+  ) -> Any:
+    del wo, plan
+    return gated(rows, gate, up, gate[:_SLOTS], up[:_SLOTS], sizes_P).inner_CN
+
+  def before(
+    _: Array, rows: Array, gate: Array, up: Array, wo: Array, sizes_P: Array, *plan: Array
+  ) -> Any:
+    copies = replicate([gate, up, wo], *plan, axis_name=AXIS)
+    return gated(rows, gate, up, copies[0], copies[1], sizes_P).inner_CN, copies
+
+  def beside(
+    tuning: Tuning,
+    _: Array,
+    rows: Array,
+    gate: Array,
+    up: Array,
+    wo: Array,
+    sizes_P: Array,
+    *plan: Array,
+  ) -> Any:
+    results, copies = gated_beside(
+      replication([gate, up, wo], *plan, axis_name=AXIS, tuning=tuning),
+      lambda copies: (copies[0], copies[1]),
+      rows,
+      gate,
+      up,
+      sizes_P,
+      jax.nn.silu,
+      keep_hidden=False,
+    )
+    return results.inner_CN, copies
+
+  riding = {f"beside, {label}": functools.partial(beside, t) for label, t in tunings.items()}
+  return {"copies known": known, "copies before": before, **riding}
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

@@ -1,0 +1,233 @@
+"""Checks and times the kernels that carry tokens to rows and back, beside the portable exchange.
+
+Run on every GPU of a host: ``python -m ultraep_jax bench exchange``. Rows must hold the tokens'
+bits; sums are compared with float32. Times are of many calls chained inside one jit; those of a
+dispatch in FP8 include quantising the tokens.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.transfer.chunks import Tuning
+from pallas_kernels.transfer.combine import combine
+from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+from ultraep_jax.bench import timing
+from ultraep_jax.bench.kernels.transfers import open_mesh
+from ultraep_jax.config import DispatchDtype
+from ultraep_jax.tools import processes
+from ultraep_jax.transport import block_exchange, push_exchange, wire
+from ultraep_jax.types import Array, Routes
+
+AXIS = "expert"
+SHAPES = {"4096x8x7168": (4096, 8, 7168), "8192x8x4096": (8192, 8, 4096)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__)
+  add_arguments(parser)
+  return processes.run(run, parser.parse_args(argv))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("what", nargs="*", default=["check", "time"], choices=["check", "time"])
+  processes.add_argument(parser)
+  parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="TxKxD")
+  parser.add_argument("--tunings", nargs="*", default=[], help="more, BLOCKSxWORKERSxBYTESxSTEPS")
+  parser.add_argument("--scale", type=int, default=1, help="divide tokens, to try it on a CPU")
+  parser.add_argument("--calls", type=int, default=20, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument(
+    "--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in; default: bfloat16"
+  )
+  parser.add_argument("--cases", type=int, default=20, help="random cases to check")
+
+
+def run(args: argparse.Namespace) -> int:
+  mesh = open_mesh()
+  if "check" in args.what:
+    check(mesh, args.cases, args.dispatch_dtype)
+  if "time" in args.what:
+    tunings = [Tuning(), *(Tuning(*map(int, text.split("x"))) for text in args.tunings)]
+    for name in args.shapes:
+      tokens, top_k, width = map(int, name.split("x"))
+      shape = tokens // args.scale, top_k, width
+      time_shape(mesh, shape, tunings, args.calls, args.repeats, args.dispatch_dtype)
+  return 0
+
+
+def random_routes(
+  rng: np.random.Generator, ranks: int, tokens: int, top_k: int, masked: float, favour: float
+) -> tuple[np.ndarray, np.ndarray, int]:
+  """Destinations and rows ``[G, T, K]``, rows of a rank in random order, and the capacity."""
+  weight_G = np.where(np.arange(ranks) == 0, 1 + favour, 1.0)
+  dest = rng.choice(ranks, size=(ranks, tokens, top_k), p=weight_G / weight_G.sum())
+  dest = np.where(rng.random(dest.shape) < masked, -1, dest)
+  busiest = max(int((dest == rank).sum()) for rank in range(ranks))
+  return dest.astype(np.int32), number_rows(rng, dest), max(-(-busiest // 8) * 8, 8)
+
+
+def number_rows(rng: np.random.Generator, dest: np.ndarray) -> np.ndarray:
+  """Rows for destinations ``[G, T, K]``: those of a rank in random order, 0 if masked."""
+  row = np.zeros(dest.shape, np.int32)
+  for rank in range(dest.shape[0]):
+    row[dest == rank] = rng.permutation((dest == rank).sum())
+  return row
+
+
+def on_mesh(mesh: jax.sharding.Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+  """``function`` on each rank's part of arrays with a leading axis of ranks."""
+
+  def local(*args: Array) -> Any:
+    return jax.tree.map(lambda out: out[None], function(*[arg[0] for arg in args]))
+
+  return jax.jit(
+    jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+  )
+
+
+def crossing(kind: Any, dest_TK: Array, row_TK: Array, capacity: int, width: int) -> Any:
+  routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
+  if kind is push_exchange:
+    return push_exchange.cross(routes, 0, capacity, AXIS, width=width, dtype=jnp.bfloat16)
+  return block_exchange.cross(routes, 0, capacity, AXIS)
+
+
+def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | None) -> None:
+  """Raises AssertionError unless both kernels do what the portable exchange does."""
+  rng = np.random.default_rng(0)
+  for index in range(cases):
+    tokens, top_k = int(rng.integers(1, 3000)), int(rng.choice([1, 2, 3, 8]))
+    width = 128 * int(rng.integers(1, 60))
+    dtype = jnp.dtype(rng.choice(["bfloat16", "float32"]))
+    masked, favour = (float(rng.choice([0.0, 0.1, 0.9])), float(rng.choice([0.0, 2.0, 50.0])))
+    dest, row, capacity = random_routes(rng, mesh.size, tokens, top_k, masked, favour)
+    x = np.asarray(rng.normal(size=(mesh.size, tokens, width)), dtype)
+    gate = rng.random(dest.shape).astype(np.float32)
+
+    def both(
+      kind: Any,
+      dest_TK: Array,
+      row_TK: Array,
+      x_TD: Array,
+      gate_TK: Array,
+      capacity: int = capacity,
+      width: int = width,
+    ) -> Any:
+      cross = crossing(kind, dest_TK, row_TK, capacity, width)
+      rows_CD, gate_C = cross.dispatch(x_TD, dispatch_dtype), cross.spread(gate_TK)
+      used_C = cross.spread(jnp.ones(gate_TK.shape, jnp.float32)) > 0
+      rows_CD = jnp.where(used_C[:, None], rows_CD, 0)
+      y_TD = cross.combine(rows_CD * 2, gate_C)
+      return rows_CD, gate_C, y_TD, cross.combine(rows_CD, None), cross.collect(gate_C)
+
+    args = processes.put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))
+    got = processes.gather(on_mesh(mesh, functools.partial(both, push_exchange))(*args))
+    want = processes.gather(on_mesh(mesh, functools.partial(both, block_exchange))(*args))
+    for part, a, b in zip(("rows", "gates", "y", "sum", "value"), got, want, strict=True):
+      a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+      if part in ("y", "sum"):  # fused multiply-adds round differently
+        error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-9)
+        assert error < (1e-6 if dtype == jnp.float32 else 1e-3), f"{part}: {error}"
+      else:
+        wrong = int((a != b).sum())
+        assert not wrong, f"{part}: {wrong} of {a.size} differ, {tokens} {top_k} {width} {dtype}"
+    print(f"correct: case {index}, T{tokens} K{top_k} D{width} {dtype}", flush=True)
+
+
+def time_shape(
+  mesh: jax.sharding.Mesh,
+  shape: tuple[int, int, int],
+  tunings: Sequence[Tuning],
+  calls: int,
+  repeats: int,
+  dispatch_dtype: DispatchDtype | None,
+) -> None:
+  tokens, top_k, width = shape
+  rng = np.random.default_rng(0)
+  dest, row, capacity = random_routes(rng, mesh.size, tokens, top_k, 0.0, 0.0)
+  ranks = np.arange(mesh.size)[:, None, None, None]
+  received = np.where(dest[None] == ranks, row[None], -1)
+  crossings = sum(int((dest == g).any(axis=2).sum()) for g in range(mesh.size))
+  own = sum(int((dest[g] == g).any(axis=1).sum()) for g in range(mesh.size))
+  remote = (crossings - own) / mesh.size  # tokens that a rank sends to others, and gets back
+  sharding = NamedSharding(mesh, P(AXIS))
+
+  @functools.partial(jax.jit, out_shardings=sharding)
+  def normal(key: Array) -> Array:
+    return jax.random.normal(key, (mesh.size, tokens, width), jnp.bfloat16)
+
+  @functools.partial(jax.jit, out_shardings=sharding)
+  def normal_rows(key: Array) -> Array:
+    return jax.random.normal(key, (mesh.size, capacity, width), jnp.bfloat16)
+
+  x, rows = normal(jax.random.key(0)), normal_rows(jax.random.key(1))
+  gate = processes.put(rng.random(received.shape).astype(np.float32), sharding)
+  dest, row, received = processes.put((dest, row, received), sharding)
+
+  def there(tuning: Tuning, _: Array, x: Array, *tables: Array) -> Any:
+    sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
+    arrays = wire.pack(x, dispatch_dtype)
+    if dispatch_dtype is None:
+      return dispatch(arrays, *tables, **sizes)
+    return dispatch_scaled(*arrays, *tables, dtype=x.dtype, **sizes)
+
+  def there_and_pass(_: Array, x: Array, *tables: Array) -> Array:
+    rows = dispatch(wire.pack(x, dispatch_dtype), *tables, capacity=capacity, axis_name=AXIS)
+    return wire.unpack(rows, x.dtype)
+
+  def back(tuning: Tuning, _: Array, rows: Array, gate: Array, *tables: Array) -> Array:
+    dest_TK, received_GTK = tables
+    return combine(rows, gate, dest_TK, received_GTK, axis_name=AXIS, tuning=tuning)
+
+  def block_there(_: Array, x: Array, dest_TK: Array, row_TK: Array) -> Array:
+    cross = crossing(block_exchange, dest_TK, row_TK, capacity, width)
+    return cross.dispatch(x, dispatch_dtype)
+
+  def block_back(_: Array, rows: Array, dest_TK: Array, row_TK: Array) -> Array:
+    cross = crossing(block_exchange, dest_TK, row_TK, capacity, width)
+    return cross.combine(rows, jnp.ones(capacity, jnp.float32))
+
+  def tables_only(_: Array, dest_TK: Array, row_TK: Array, x: Array) -> Any:
+    return crossing(push_exchange, dest_TK, row_TK, capacity, width).received_GTK, x[:1]
+
+  variants: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
+    "announce rows": (tables_only, (dest, row, x)),
+    "dispatch, portable": (block_there, (x, dest, row)),
+    "combine, portable": (block_back, (rows, dest, row)),
+  }
+  if dispatch_dtype is not None:
+    variants["dispatch, scaled by a pass"] = (there_and_pass, (x, dest, row, received))
+  for t in tunings:
+    label = f"{t.blocks} x {t.workers} x {t.tile_bytes} x {t.steps}"
+    variants[f"dispatch {label}"] = (functools.partial(there, t), (x, dest, row, received))
+    variants[f"combine {label}"] = (functools.partial(back, t), (rows, gate, dest, received))
+  for name, (function, args) in variants.items():
+    chained = functools.partial(on_mesh(mesh, timing.chain(function, calls)), *args)
+    try:
+      seconds = timing.median(timing.in_turn({name: chained}, repeats, calls)[name])
+      kernels = timing.grouped(
+        timing.kernel_times(chained, calls), {k: [k] for k in ("dispatch", "combine")}
+      )
+    except Exception as error:
+      print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+      continue
+    on_device = ", ".join(f"{k} {v:.0f}" for k, v in kernels.items())
+    dtype = dispatch_dtype if name.startswith("dispatch") else None
+    sent = remote * wire.token_bytes(width, 2, dtype)
+    print(
+      f"T{tokens} K{top_k} D{width} {name:36} {seconds * 1e6:8.1f} us a call"
+      f" {sent / seconds / 1e9:6.0f} GB/s remote; device us: {on_device}",
+      flush=True,
+    )
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

@@ -1,0 +1,180 @@
+"""Checks and times the grouped matmuls on one GPU.
+
+Run ``python -m ultraep_jax bench grouped_matmul check`` or ``time``; ``--help`` lists the options.
+Times are of whole calls, tables included, one right after the other; ratios are to one dense
+matmul of as many operations, timed in turns with the kernels. ``bench tune`` compares tunings.
+"""
+
+import argparse
+import functools
+import itertools
+import statistics
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.matmul.gated import gated_matmul
+from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
+from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
+from pallas_kernels.tunings import Tunings
+from ultraep_jax.bench import contest
+from ultraep_jax.bench.kernels.matmul_problems import (
+  DENSE,
+  PROBLEMS,
+  Problem,
+  gated_split,
+  group_sizes,
+)
+from ultraep_jax.bench.layer.problem import LARGE, SHAPES
+from ultraep_jax.types import Array
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("what", nargs="+", choices=["check", "time"])
+  parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(LARGE))
+  parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+  parser.add_argument("--rows", nargs="+", type=int, default=[32768, 65536])
+  parser.add_argument("--skew", type=float, default=1.0, help="of the group sizes, 0: equal")
+  parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
+  parser.add_argument("--peers", action="store_true", help="time what else could be used, too")
+  parser.add_argument("--compile-workers", type=int, default=16, help="threads")
+  args = parser.parse_args()
+  if "check" in args.what:
+    check()
+  if "time" in args.what:
+    problems = [
+      Problem.of(name, model, rows, args.scale, args.skew)
+      for name, rows, model in itertools.product(args.problems, args.rows, args.shapes)
+    ]
+    time_problems(problems, args.peers, contest.Pace(workers=args.compile_workers))
+
+
+# --- right ------------------------------------------------------------------------------------
+
+
+def check() -> None:
+  """Compares with float32 on group sizes of many kinds; exits at the first that differs."""
+  rng = np.random.default_rng(0)
+  mixed = [1, 2, 3, 0, 63, 64, 65, 127, 128, 129, 7, 8, 9, 31, 33, 0, 500, 5]
+  cases = [
+    (2048, 256, 384, 2, False, [mixed, mixed[::-1], *_skewed(rng, 18, (77, 900, 2048))]),
+    (1000, 192, 256, 0, True, [[0, 1000, 0, 0], [0, 0, 0, 0], [999, 0, 0, 1], [130, 70, 60, 200]]),
+    (8192, 1024, 1408, 2, True, _skewed(rng, 18, (8192, 7000))),
+    (8192, 2048, 1024, 2, False, _skewed(rng, 18, (8192, 7000))),
+  ]
+  for capacity, depth, cols, num_replica, transpose, list_of_sizes in cases:
+    for sizes in map(np.array, list_of_sizes):
+      errors = _check_case(rng, capacity, depth, cols, num_replica, transpose, sizes)
+      text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+      print(f"check C{capacity} K{depth} N{cols} {sizes.tolist()}: {text}", flush=True)
+      if not max(errors.values()) < 6e-3:
+        raise SystemExit("wrong")
+
+
+def _skewed(rng: np.random.Generator, slots: int, used: Iterable[int]) -> list[np.ndarray]:
+  return [group_sizes(rng, slots, rows, skew) for rows in used for skew in (0.5, 3.0)]
+
+
+_forward = jax.jit(grouped_matmul, static_argnames="transpose_rhs")
+_sum = jax.jit(grouped_matmul_sum, static_argnames="transpose_rhs")
+_gated = jax.jit(functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=True))
+_split = jax.jit(functools.partial(gated_split, keep_hidden=True))
+_wgrad = jax.jit(grouped_matmul_wgrad, static_argnums=3)
+_distance = jax.jit(contest.distance)
+
+
+@functools.partial(jax.jit, static_argnames="transpose")
+def _expected(
+  rows: Array, grad: Array, weights: Array, one_hot: Array, transpose: bool
+) -> tuple[Array, Array]:
+  rows, grad, weights = (x.astype(jnp.float32) for x in (rows, grad, weights))
+  used = jnp.any(one_hot > 0, axis=1)[:, None]
+  rows, grad = jnp.where(used, rows, 0), jnp.where(used, grad, 0)
+  weights = weights.mT if transpose else weights
+  dot = functools.partial(jnp.dot, precision="highest")
+  out = jnp.zeros((rows.shape[0], weights.shape[2]))
+  for mine, weight in zip(one_hot.T, weights, strict=True):
+    out += dot(rows * mine[:, None], weight)
+  return out, lax.map(lambda mine: dot((rows * mine[:, None]).T, grad), one_hot.T)
+
+
+def _check_case(
+  rng: np.random.Generator,
+  capacity: int,
+  depth: int,
+  cols: int,
+  num_replica: int,
+  transpose: bool,
+  sizes: np.ndarray,
+) -> dict[str, float]:
+  used, num_slots = int(sizes.sum()), len(sizes)
+  rows = normal(rng, capacity, depth).at[used:].set(jnp.nan)
+  grad = normal(rng, capacity, cols).at[used:].set(jnp.nan)
+  weights = normal(rng, num_slots, *((cols, depth) if transpose else (depth, cols)))
+  num_home = num_slots - num_replica
+  group_size = jnp.asarray(sizes, jnp.int32)
+  slot = np.append(np.repeat(np.arange(num_slots), sizes), np.full(capacity - used, -1))
+  one_hot = jnp.asarray(slot[:, None] == np.arange(num_slots), jnp.float32)
+  expected, expected_grad = _expected(rows, grad, weights, one_hot, transpose)
+  home, replica = weights[:num_home], weights[num_home:]
+  out = _forward(rows, home, replica, group_size, transpose_rhs=transpose)
+  errors: dict[str, Array | float] = {"product": _distance(out[:used], expected[:used])}
+  twice = _sum([rows] * 2, [home] * 2, [replica] * 2, group_size, transpose_rhs=transpose)
+  errors["sum"] = _distance(twice[:used], 2 * expected[:used])
+  if not transpose:
+    operands = rows, home, home, replica, replica, group_size
+    inner, gate, up = (x[:used] for x in _gated(*operands))
+    if num_replica:  # the same bits
+      apart = _split(*operands)
+      same = zip(apart, (inner, gate, up), strict=True)
+      errors["split"] = float(any(jnp.any(x[:used] != y) for x, y in same))
+    errors["gated"] = max(float(_distance(x, expected[:used])) for x in (gate, up))
+    gate = gate.astype(jnp.float32)
+    errors["inner"] = _distance(inner, jax.nn.silu(gate) * gate)
+  if depth % 128 == 0:
+    got = jnp.concatenate(_wgrad(rows, grad, group_size, num_home))
+    errors["wgrad"] = _distance(got, expected_grad)
+  return {name: float(error) for name, error in errors.items()}
+
+
+# --- fast -------------------------------------------------------------------------------------
+
+
+def time_problems(problems: list[Problem], peers: bool, pace: contest.Pace) -> None:
+  """Times the kernels as the layer runs them, and peers, whose results are compared."""
+  tunings = Tunings.for_device(jax.devices()[0].device_kind)
+  contests = []
+  for problem in problems:
+    parts = problem.parts()
+    tuning = tunings.find(problem.operation, *problem.widths) or problem.default
+    kernels = {"kernel": functools.partial(parts.kernel, tuning=tuning)}
+    contests.append(problem.contest({**kernels, **(parts.peers if peers else {})}))
+  for problem, (_, outcome) in zip(problems, contest.hold(contests, pace), strict=True):
+    report(problem, outcome)
+
+
+def report(problem: Problem, outcome: contest.Outcome) -> None:
+  """A line for each program but the dense one."""
+  medians = {name: statistics.median(times) for name, times in outcome.seconds.items()}
+  dense = statistics.median(outcome.others.get(DENSE, [float("nan")]))
+  for name, seconds in medians.items():
+    ratio, rate = problem.ratio(seconds, dense), problem.flop / seconds / 1e12
+    print(
+      f"{problem.title:36} {name:18} {seconds * 1e6:7.0f} µs {rate:6.0f} of {rate / ratio:4.0f} "
+      f"TFLOP/s, ratio {ratio:.3f}",
+      flush=True,
+    )
+  for name, reason in outcome.failures.items():
+    print(f"{problem.title:36} {name:18} {reason}", flush=True)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+  return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+
+if __name__ == "__main__":
+  main()

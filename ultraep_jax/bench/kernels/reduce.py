@@ -1,0 +1,188 @@
+"""Checks and times the kernel that sums replica gradients, beside the portable operation.
+
+Run on every GPU of a host: ``python -m ultraep_jax bench reduce``. Checks compare sums of integers,
+which are exact, bit for bit over random legal plans, and sums of random numbers with float64. Times
+are of many calls chained inside one jit, each adding to the homes of the one before in place; each
+line is the median of several runs and names the copies that the busiest rank sends or receives.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.transfer.reduce_replicas import reduce_replicas
+from pallas_kernels.transfer.tiles import Tuning
+from ultraep_jax.bench.kernels.portable import AXIS, timed
+from ultraep_jax.bench.kernels.transfers import (
+  Placement,
+  add_arguments,
+  busiest,
+  device_times,
+  open_mesh,
+  planner,
+  random_placement,
+  stacked,
+  time_cases,
+  tunings_of,
+)
+from ultraep_jax.tools import processes
+from ultraep_jax.transport import replicate as portable
+from ultraep_jax.types import Array
+
+HOME = 16  # experts of a rank, in the cases that are timed
+SMALL = Tuning(blocks=8, workers=3, tile_bytes=2048)  # many tiles a worker: it waits for its peers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description="Checks and times the reduction kernel.")
+  parser.add_argument("what", nargs="+", choices=["check", "time"])
+  add_arguments(parser, plans=10, megabytes=75.5)
+  return processes.run(run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+  mesh, tunings = open_mesh(), tunings_of(args.tunings)
+  first = next(iter(tunings.values()))
+  if "check" in args.what:
+    for tuning in (SMALL, first):
+      check(mesh, args.plans, tuning, 50_000 // args.scale)
+  if "time" in args.what:
+    cases = time_cases(mesh.size, planner(args))
+    for megabytes in args.megabytes:
+      row = int(megabytes * 1e6) // (16 * args.scale) * 4
+      for label, tuning in tunings.items():
+        report(label, kernel(tuning), mesh, row, cases, args.calls, args.repeats)
+      if args.portable:
+        report("portable", ring, mesh, row, cases, args.calls, args.repeats)
+  return 0
+
+
+Operation = Callable[[list[Array], list[Array], Array, Array], list[Array]]
+
+
+def kernel(tuning: Tuning) -> Operation:
+  return functools.partial(reduce_replicas, axis_name=AXIS, tuning=tuning)
+
+
+def ring(
+  replicas: list[Array], homes: list[Array], replica_expert_GS: Array, parent_GS: Array
+) -> list[Array]:
+  return portable.reduce_replicas(replicas, homes, replica_expert_GS, parent_GS, axis_name=AXIS)
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def check(mesh: jax.sharding.Mesh, plans: int, tuning: Tuning, most_units: int) -> None:
+  """Raises AssertionError if a sum is wrong."""
+  rng = np.random.default_rng(0)
+  run = sharded(kernel(tuning), mesh)
+  for home, slots, rows in ((2, 2, (1,)), (4, 3, (1, 2, 5)), (1, 1, (1, 1))):
+    for index in range(plans):
+      if index % 5 == 0:  # another shape is another compilation
+        unit = 4 * int(rng.integers(1, most_units))
+      placement = random_placement(rng, mesh.size, home, slots)
+      replicas, homes = gradients(rng, mesh, home, placement, [unit * row for row in rows])
+      sums = processes.gather(run(replicas, homes, *placement))
+      for got, want in zip(sums, reference(replicas, homes, placement[0]), strict=True):
+        wrong = (got != want).sum()
+        assert not wrong, f"{wrong} sums are wrong, {placement}, {want.shape}, {tuning}"
+    print(f"exact: {plans} plans, M{home} S{slots}, {len(rows)} arrays, {tuning}", flush=True)
+  for _ in range(2):
+    placement = random_placement(rng, mesh.size, 2, 2)
+    replicas, homes = gradients(rng, mesh, 2, placement, [80 * most_units], integer=False)
+    got, again = (processes.gather(run(replicas, homes, *placement)[0]) for _ in range(2))
+    assert (got == again).all(), "two runs differ"
+    (want,) = reference(replicas, homes, placement[0], np.float64)
+    (size,) = reference([abs(replicas[0])], [abs(homes[0])], placement[0], np.float64)
+    error = (abs(got - want) / np.maximum(size, 1e-30)).max()  # a gradient may be 0
+    assert error < 1e-6, f"relative error {error}, {placement}"
+    print(f"repeatable, relative error {error:.1e}, {tuning}", flush=True)
+
+
+def gradients(
+  rng: np.random.Generator,
+  mesh: jax.sharding.Mesh,
+  home: int,
+  placement: Placement,
+  rows: list[int],
+  integer: bool = True,
+) -> tuple[list[Array], list[Array]]:
+  """Integers below 2^20, or normal numbers; NaN in empty slots."""
+  expert_R = placement[0].reshape(-1)
+
+  def draw(count: int, row: int) -> np.ndarray:
+    if integer:
+      return rng.integers(-(2**20), 2**20, (count, row), np.int32).astype(np.float32)
+    return rng.standard_normal((count, row), np.float32)
+
+  replicas = [draw(expert_R.size, row) for row in rows]
+  for replica in replicas:
+    replica[expert_R < 0] = np.nan
+  homes = [draw(mesh.size * home, row) for row in rows]
+  return processes.put((replicas, homes), NamedSharding(mesh, P(AXIS)))
+
+
+def reference(
+  replicas: list[Array],
+  homes: list[Array],
+  replica_expert_GS: np.ndarray,
+  dtype: type = np.float32,
+) -> list[np.ndarray]:
+  """The sums, in the order of the slots."""
+  expert_R = replica_expert_GS.reshape(-1)
+  sums = [home.astype(dtype) for home in processes.gather(homes)]
+  for total, replica in zip(sums, processes.gather(replicas), strict=True):
+    for slot in np.flatnonzero(expert_R >= 0):
+      total[expert_R[slot]] += replica[slot]
+  return sums
+
+
+def sharded(operation: Operation, mesh: jax.sharding.Mesh) -> Callable[..., list[Array]]:
+  in_specs = (P(AXIS), P(AXIS), P(), P())
+  return jax.jit(
+    jax.shard_map(operation, mesh=mesh, in_specs=in_specs, out_specs=P(AXIS), check_vma=False)
+  )
+
+
+# --- times -----------------------------------------------------------------------------------
+
+
+def report(
+  label: str,
+  operation: Operation,
+  mesh: jax.sharding.Mesh,
+  row: int,
+  cases: dict[str, Placement],
+  calls: int,
+  repeats: int,
+) -> None:
+  @functools.partial(jax.jit, static_argnums=0, out_shardings=NamedSharding(mesh, P(AXIS)))
+  def ones(count: int) -> Array:
+    return jnp.ones((mesh.size * count, row), jnp.float32)
+
+  def once(home: Array, replica: Array, plan_2GS: Array) -> Array:
+    return operation([replica], [home], plan_2GS[0], plan_2GS[1])[0]
+
+  megabytes = 4 * row / 1e6
+  for name, placement in cases.items():
+    rest = (ones(placement[0].shape[1]), stacked(placement, mesh))
+    seconds = timed((once, (ones(HOME), *rest)), mesh, calls, repeats, donate=True)
+    device = device_times("reduce_replicas", once, (ones(HOME), *rest), mesh, donate=True)
+    copies = busiest(placement)
+    rate = copies * megabytes / 1e3 / seconds
+    print(
+      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
+      f" {rate:7.1f} GB/s; {device}",
+      flush=True,
+    )
+
+
+if __name__ == "__main__":
+  main()

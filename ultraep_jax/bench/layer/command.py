@@ -1,0 +1,157 @@
+"""Measures one MoE layer: balanced, not balanced, forced equal, and as JAX users write it today.
+
+Run on every GPU of a host: ``python -m ultraep_jax bench layer``. All variants run in one
+program and in turn, on the same loads, which change with every call. Nobody drops a token: where
+nothing bounds the busiest rank's load, buffers are made to measure. ``--processes`` gives each GPU
+a process of its own; times are then those of the first.
+
+``eplb`` places copies in the slots by a window of earlier loads (``--loads drifting`` gives it a
+chance) and sends them again in every call; EPLB as published also moves homes. ``quota-time``
+weighs copies against what they save.
+
+``--bounds`` and ``--memory`` print tables that need no clock.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from ultraep_jax.bench.layer import plot as layer_plot
+from ultraep_jax.bench.layer import tables as layer_tables
+from ultraep_jax.bench.layer.problem import AXIS, LARGE, LOADS, SHAPES, Arrays, Problem, scaled
+from ultraep_jax.bench.layer.times import Case, Programs, check, measure
+from ultraep_jax.bench.layer.variants import VARIANTS
+from ultraep_jax.tools import processes
+
+PASSES = ("forward", "train")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add_arguments(parser)
+  args = parser.parse_args(argv)
+  if args.plot and not {"ideal"} < set(args.variants):
+    parser.error("--plot: expected ideal and others among --variants, got " + str(args.variants))
+  if args.plot and importlib.util.find_spec("matplotlib") is None:
+    parser.error("--plot: expected Matplotlib, got none: pip install 'ultraep-jax[paper]'")
+  return processes.run(run, args)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("--shapes", nargs="+", default=list(LARGE), choices=list(SHAPES))
+  parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 1.3, 2.0, 3.0])
+  parser.add_argument("--loads", default="zipf", choices=LOADS)
+  parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+  parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+  processes.add_argument(parser)
+  parser.add_argument("--ranks", type=int, help="default: all devices")
+  parser.add_argument("--experts", type=int, help="default: 16 a rank")
+  parser.add_argument("--tokens", type=int, default=8192, help="per rank")
+  parser.add_argument("--top-k", type=int)
+  parser.add_argument("--slots", type=int, default=2)
+  parser.add_argument("--objective", default="balance", choices=["balance", "time"])
+  parser.add_argument("--implementation", default="auto")
+  parser.add_argument("--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in")
+  parser.add_argument("--steps", type=int, default=4, help="load matrices that calls cycle through")
+  parser.add_argument("--window", type=int, default=20, help="steps before, which eplb has seen")
+  parser.add_argument("--calls", type=int, default=8, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--scale", type=int, default=1, help="divide widths, to try it on a CPU")
+  parser.add_argument(
+    "--profile", action="store_true", help="times by kind of kernel, from a trace"
+  )
+  parser.add_argument("--check", action="store_true", help="compare with the portable layer first")
+  parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
+  parser.add_argument("--plot", type=pathlib.Path, help="draw times over those of ideal")
+  parser.add_argument(
+    "--bounds",
+    action="store_true",
+    help="instead of times, what 2, 4, 8 and M slots reach on flat loads, and could at best",
+  )
+  parser.add_argument(
+    "--memory",
+    nargs="?",
+    type=float,
+    const=3.0,
+    metavar="RATIO",
+    help="instead of times, what none, quota and ideal take at this ratio (3)",
+  )
+  parser.add_argument("--no-statistics", dest="statistics", action="store_false")
+  parser.add_argument("--compile-workers", type=int, default=8, help="programs at a time")
+
+
+def run(args: argparse.Namespace) -> int:
+  devices = jax.devices()[: args.ranks]
+  axis_types = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=axis_types, devices=devices)
+  print(f"jax {jax.__version__}, {mesh.size} x {devices[0].device_kind}", flush=True)
+  results: dict[str, Any] = {
+    "jax": jax.__version__,
+    "device": f"{mesh.size} x {devices[0].device_kind}",
+    "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)},
+  }
+
+  def save() -> None:
+    if args.json and jax.process_index() == 0:
+      args.json.write_text(json.dumps(results, indent=1))
+
+  if args.bounds:
+    top_k = {scaled(name, args).top_k for name in args.shapes}
+    results["bounds"] = [
+      row for k in sorted(top_k) for row in layer_tables.bounds(args, mesh.size, k)
+    ]
+    save()
+  if args.memory is not None:
+    problems = make_problems(mesh, [args.memory], args)
+    named = [(name, problem) for (name, _), problem in problems.items()]
+    results["memory"] = layer_tables.memory(mesh, named, args)
+    save()
+  if args.bounds or args.memory is not None:
+    return 0
+
+  problems = make_problems(mesh, args.ratios, args)
+  cases = [
+    Case(*key, direction)
+    for direction in args.passes
+    for key in itertools.product(args.shapes, args.ratios)
+  ]
+  if args.check:
+    for (name, ratio), problem in problems.items():
+      check(mesh, name, ratio, problem, args)
+  programs = Programs(mesh, args)
+  programs.compile([(case, problems[case.name, case.ratio]) for case in cases])
+  results["rows"] = []
+  for case in cases:
+    results["rows"] += measure(case, problems[case.name, case.ratio], programs, args)
+    save()
+  if args.plot and jax.process_index() == 0:
+    layer_plot.draw(results["rows"]).savefig(args.plot, dpi=130)
+  return 0
+
+
+def make_problems(
+  mesh: jax.sharding.Mesh, ratios: Iterable[float], args: argparse.Namespace
+) -> dict[tuple[str, float], Problem]:
+  """A problem for each shape and ratio."""
+  problems, made = {}, {}
+  for name in args.shapes:
+    arrays = Arrays.make(mesh, scaled(name, args), args)
+    for ratio in ratios:
+      sizes = ratio, arrays.gate.shape, arrays.weights.wo.shape[0]
+      if sizes not in made:  # loads take longer to make than to measure
+        made[sizes] = Problem.make(mesh, arrays, ratio, args)
+      problems[name, ratio] = dataclasses.replace(made[sizes], arrays=arrays)
+  return problems
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

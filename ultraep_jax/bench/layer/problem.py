@@ -1,0 +1,182 @@
+"""What the bench of a layer works on: sizes, sharded arrays, loads that change with each call."""
+
+import argparse
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax import testing
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.simulate import published, traffic
+from ultraep_jax.strategies import eplb
+from ultraep_jax.tools import processes
+from ultraep_jax.types import Array, ExpertWeights
+
+AXIS = "expert"
+LOADS = ("zipf", "flat", "drifting")
+
+
+class Shape(NamedTuple):
+  """Sizes of an expert layer: hidden width, inner width, experts chosen per token."""
+
+  width: int
+  inner: int
+  top_k: int
+
+
+SHAPES = {
+  "qwen3-235b": Shape(4096, 1536, 8),
+  "glm4.5-106b": Shape(4096, 1408, 8),
+  "deepseek-v3": Shape(7168, 2048, 8),
+  "qwen3-30b": Shape(2048, 768, 8),
+}
+LARGE = ("qwen3-235b", "glm4.5-106b", "deepseek-v3")
+
+
+def scaled(name: str, args: argparse.Namespace) -> Shape:
+  shape = SHAPES[name]
+  return Shape(shape.width // args.scale, shape.inner // args.scale, args.top_k or shape.top_k)
+
+
+def random_normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Array:
+  """bfloat16, the leading axis over the ranks, each of which makes its own part."""
+
+  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
+  def make_array(key: Array) -> Array:
+    return (scale * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
+
+  return make_array(jax.random.key(seed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+  """What all loads of a shape share, sharded."""
+
+  x: Array
+  gate: Array
+  weights: ExpertWeights
+
+  @classmethod
+  def make(cls, mesh: jax.sharding.Mesh, shape: Shape, args: argparse.Namespace) -> "Arrays":
+    ranks, width, inner = mesh.size, shape.width, shape.inner
+    experts = args.experts or 16 * ranks
+
+    normal = functools.partial(random_normal, mesh)
+    weights = ExpertWeights(
+      normal(1, width**-0.5, experts, width, inner),
+      normal(2, width**-0.5, experts, width, inner),
+      normal(3, inner**-0.5, experts, inner, width),
+    )
+    total = ranks * args.tokens
+    gate = np.random.default_rng(0).random((total, shape.top_k)).astype(np.float32)
+    return cls(
+      normal(0, 1.0, total, width),
+      processes.put(gate, NamedSharding(mesh, P(AXIS))),
+      weights,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """The arrays that all variants work on, and the loads on the host.
+
+  Attributes:
+    load_NGE: the loads that calls cycle through.
+    index: ``[N, G * T, K]`` int32, tokens with these loads.
+    history: what EPLB knew before each of the N, leaves with a leading axis N.
+    arrays: the rest.
+  """
+
+  load_NGE: np.ndarray
+  index: Array
+  history: eplb.History
+  arrays: Arrays
+
+  @classmethod
+  def make(
+    cls, mesh: jax.sharding.Mesh, arrays: Arrays, ratio: float, args: argparse.Namespace
+  ) -> "Problem":
+    top_k, experts = arrays.gate.shape[1], arrays.weights.wo.shape[0]
+    load_WGE, load_NGE = make_loads(ratio, experts, mesh.size, top_k, args)
+    index = [
+      testing.expert_indices(seed, load_GE, top_k).reshape(-1, top_k)
+      for seed, load_GE in enumerate(load_NGE)
+    ]
+    history = histories(load_WGE.sum(axis=1), load_NGE.sum(axis=1), mesh.size, args.slots)
+    sharded = processes.put(np.stack(index).astype(np.int32), NamedSharding(mesh, P(None, AXIS)))
+    return cls(load_NGE, sharded, processes.put(history, NamedSharding(mesh, P())), arrays)
+
+  @property
+  def busiest(self) -> float:
+    """Busiest over mean rank, the worst of all loads."""
+    steps, ranks, experts = self.load_NGE.shape
+    rank_NG = self.load_NGE.sum(axis=1).reshape(steps, ranks, experts // ranks).sum(-1)
+    return float((rank_NG.max(axis=1) / rank_NG.mean(axis=1)).max())
+
+  def state(self, n: int) -> eplb.History:
+    """What EPLB knew before the n-th load."""
+    return jax.tree.map(lambda leaf: leaf[n], self.history)
+
+  @property
+  def arguments(self) -> tuple[Any, ...]:
+    a = self.arrays
+    return a.x, self.index, a.gate, a.weights, self.history
+
+
+# Of a problem's arguments, on the mesh.
+SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS), P())
+
+
+def make_loads(
+  ratio: float, experts: int, ranks: int, top_k: int, args: argparse.Namespace
+) -> tuple[np.ndarray, np.ndarray]:
+  """A window of past loads ``[W, G, E]``, and those to measure, ``[N, G, E]``.
+
+  ``zipf`` and ``flat`` shuffle every step, so that the past says nothing. ``drifting`` changes as
+  in the simulator's training, and has the ratio on average only.
+  """
+  steps = args.window + args.steps
+  sizes = experts, ranks, args.tokens, top_k
+  if ratio == 1.0:
+    loads = np.stack([testing.balanced_loads(seed, *sizes) for seed in range(steps)])
+  elif args.loads == "drifting":
+    loads = traffic.generate_loads(
+      0,
+      published.training_traffic(ratio),
+      num_experts=experts,
+      num_ranks=ranks,
+      tokens=args.tokens,
+      top_k=top_k,
+      steps=steps,
+    )[:, 0]
+  else:
+    make = testing.zipf_loads if args.loads == "zipf" else testing.flat_loads
+    loads = np.stack([make(seed, *sizes, ratio) for seed in range(steps)])
+  # The first seeds are measured, whatever the window; the past of drifting loads comes first.
+  measured = slice(args.window, None) if args.loads == "drifting" else slice(args.steps)
+  past = slice(args.window) if args.loads == "drifting" else slice(args.steps, None)
+  return loads[past], loads[measured]
+
+
+@functools.partial(jax.jit, static_argnames=("ranks", "slots"))
+def histories(past_WE: Array, load_NE: Array, ranks: int, slots: int) -> eplb.History:
+  """EPLB's state before each of N batches, which come after a window of W.
+
+  It places copies by the whole window once that is over, and again W batches later.
+  """
+  config = BalanceConfig(replica_slots=slots)
+  window, experts = past_WE.shape
+
+  def step(state: eplb.History, load_E: Array) -> tuple[eplb.History, eplb.History]:
+    return eplb.update(state, load_E, config, period=window), state
+
+  start = eplb.init(experts, ranks, config)
+  _, states = lax.scan(step, start, jnp.concatenate([past_WE, load_NE]))
+  return jax.tree.map(lambda leaf: leaf[window:], states)

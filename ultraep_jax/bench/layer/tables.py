@@ -1,0 +1,125 @@
+"""Tables of the bench of a layer that need no clock: what slots can reach, and memory."""
+
+import argparse
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax import testing
+from ultraep_jax.bench import timing
+from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
+from ultraep_jax.bench.layer.variants import SLACK, bound, layer, one_call, planned
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning import plan
+from ultraep_jax.planning.route import row_capacity
+
+Row = dict[str, Any]
+
+
+def bounds(args: argparse.Namespace, ranks: int, top_k: int) -> list[Row]:
+  """Loads flat inside the hot rank, with 2, 4, 8 and M replica slots.
+
+  No expert is hot then, so that few slots bound what any plan can reach.
+  """
+  experts = args.experts or 16 * ranks
+  home, rows = experts // ranks, []
+  for ratio in args.ratios:
+    loads = [
+      testing.flat_loads(seed, experts, ranks, args.tokens, top_k, ratio)
+      for seed in range(args.steps)
+    ]
+    for slots in sorted({slots for slots in (2, 4, 8, home) if slots <= home}):
+      config = BalanceConfig(replica_slots=slots, objective="balance")
+      plans = [jax.device_get(plan.plan_quotas(jnp.asarray(load), config)) for load in loads]
+      mean = args.tokens * top_k
+      rows.append(
+        {
+          "ranks": ranks,
+          "experts": experts,
+          "ratio": ratio,
+          "slots": slots,
+          "bound": max(bound(load, slots) for load in loads),
+          "reached": max(float(p.quota.sum(axis=0).max()) / mean for p in plans),
+          "replicas": max(int((p.replica_expert >= 0).sum()) for p in plans),
+        }
+      )
+      row = rows[-1]
+      print(
+        f"flat {ratio:4.1f}, E{experts} G{ranks} S{slots:<3} bound {row['bound']:.4f} "
+        f"reached {row['reached']:.4f} with {row['replicas']} replicas",
+        flush=True,
+      )
+  return rows
+
+
+def memory(
+  mesh: jax.sharding.Mesh, problems: Iterable[tuple[str, Problem]], args: argparse.Namespace
+) -> list[Row]:
+  """What one call takes of a device as compiled, with buffers that drop nothing.
+
+  ``none`` has either a buffer for its busiest rank, or the others' and several rounds.
+  """
+  rows = []
+  for name, problem in problems:
+    for direction in args.passes:
+      for variant, factor in (
+        ("none", max(SLACK, problem.busiest)),
+        ("none", SLACK),
+        ("quota", SLACK),
+        ("ideal", SLACK),
+      ):
+        rows.append(_memory(mesh, name, problem, direction, variant, factor, args))
+        print(describe(rows[-1]), flush=True)
+  return rows
+
+
+def _memory(
+  mesh: jax.sharding.Mesh,
+  name: str,
+  problem: Problem,
+  direction: str,
+  variant: str,
+  factor: float,
+  args: argparse.Namespace,
+) -> Row:
+  call = one_call(layer(variant, problem, args, factor), direction)
+  function = jax.shard_map(
+    functools.partial(call, jnp.int32(0)),
+    mesh=mesh,
+    in_specs=SPECS,
+    out_specs=P(AXIS),
+    check_vma=False,
+  )
+  with timing.quiet():
+    compiled = jax.jit(function).lower(*problem.arguments).compile()
+  tokens, top_k = problem.arrays.gate.shape[0] // mesh.size, problem.arrays.gate.shape[1]
+  buffer = row_capacity(tokens, top_k, mesh.size, BalanceConfig(capacity_factor=factor))
+  busiest = planned(variant, problem, args)
+  analysis = compiled.memory_analysis()
+  return {
+    "shape": name,
+    "ratio": problem.busiest,
+    "pass": direction,
+    "variant": variant,
+    "capacity_factor": factor,
+    "buffer_rows": buffer,
+    "rounds": math.ceil(round(busiest * tokens * top_k) / buffer),
+    "arguments_gb": getattr(analysis, "argument_size_in_bytes", 0) / 1e9,
+    "results_gb": getattr(analysis, "output_size_in_bytes", 0) / 1e9,
+    "temp_gb": getattr(analysis, "temp_size_in_bytes", 0) / 1e9,
+    "peak_gb": timing.gigabytes(analysis),
+  }
+
+
+def describe(row: Row) -> str:
+  return (
+    f"{row['shape']:12} {row['ratio']:4.1f} {row['pass']:8} {row['variant']:6}"
+    f" buffer {row['capacity_factor']:6.4f} = {row['buffer_rows']} rows, {row['rounds']} rounds:"
+    f" {row['peak_gb']:7.4g} GB, of which arguments {row['arguments_gb']:.4g},"
+    f" results {row['results_gb']:.4g}, temporary {row['temp_gb']:.4g}"
+  )

@@ -1,0 +1,190 @@
+"""Times of the bench of a layer: compiled variants, run in turn, and what they say they did."""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax.bench import contest, timing
+from ultraep_jax.bench.layer import peers
+from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
+from ultraep_jax.bench.layer.variants import BALANCED, bound, capacity, layer, one_call
+from ultraep_jax.strategies import eplb
+from ultraep_jax.tools.progress import progress
+from ultraep_jax.types import Array, ExpertWeights
+
+KERNELS = {
+  "plan": ("plan",),
+  "dispatch": ("dispatch",),
+  "combine": ("combine",),
+  "replicate": ("replicate",),
+  "reduce": ("reduce_replicas",),
+  "matmul": ("grouped_matmul", "gated_matmul", "ragged", "transposed_ragged", "nvjet", "sm90"),
+  "collectives": ("nccl",),
+  "waiting": ("stream_executor::gpu::MultiGpuBarrier",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One measurement; variants of it are timed in turn."""
+
+  name: str
+  ratio: float
+  direction: str
+
+
+def check(
+  mesh: jax.sharding.Mesh, name: str, ratio: float, problem: Problem, args: argparse.Namespace
+) -> None:
+  """Raises AssertionError unless output and gradients are those of the portable layer."""
+
+  def results(implementation: str) -> Any:
+    changed = argparse.Namespace(**vars(args) | {"implementation": implementation})
+    apply = layer("quota", problem, changed)
+
+    def both(*arguments: Any) -> Any:
+      return [one_call(apply, each)(jnp.int32(0), *arguments) for each in ("forward", "train")]
+
+    function = jax.shard_map(both, mesh=mesh, in_specs=SPECS, out_specs=P(AXIS), check_vma=False)
+    return jax.jit(function)(*problem.arguments)
+
+  @jax.jit
+  def errors(got: Any, want: Any) -> list[Array]:
+    return jax.tree.leaves(jax.tree.map(contest.distance, got, want))
+
+  found = [float(e) for e in errors(results(args.implementation), results("portable"))]
+  text = ", ".join(f"{e:.1e}" for e in found)
+  print(f"{name} {ratio}: relative to portable: y alone, y, x, gate, weights: {text}", flush=True)
+  assert max(found) < 1e-2, found
+
+
+class Programs:
+  """Compiled variants. One serves all loads for which it would be the same."""
+
+  def __init__(self, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> None:
+    self.mesh, self.args = mesh, args
+    self.ready: dict[tuple[Any, ...], Any] = {}
+
+  def key(self, case: Case, problem: Problem, variant: str) -> tuple[Any, ...]:
+    if variant in peers.LAYERS:  # their buffers are made to measure
+      return case.name, case.direction, variant, problem.busiest
+    return case.name, case.direction, variant, capacity(variant, problem, self.args)
+
+  def compile(self, cases: Sequence[tuple[Case, Problem]]) -> None:
+    """Compiles everything, several programs at a time, while the next ones are lowered."""
+    needed = {
+      self.key(case, problem, variant): (case, problem, variant)
+      for case, problem in cases
+      for variant in self.args.variants
+    }
+    with concurrent.futures.ThreadPoolExecutor(self.args.compile_workers) as pool:
+      futures = {}
+      for key, which in progress(needed.items(), "lower", "program"):
+        futures[key] = pool.submit(self._lower(*which).compile)
+      for key, future in progress(futures.items(), "compile", "program"):
+        try:
+          self.ready[key] = future.result()
+        except Exception as error:
+          print(f"{key}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+  def _lower(self, case: Case, problem: Problem, variant: str) -> Any:
+    apply = layer(variant, problem, self.args)
+    chained = timing.chain(one_call(apply, case.direction), self.args.calls)
+
+    def on_rank(*args: Any) -> Array:
+      return chained(*args)[None]
+
+    function = jax.jit(
+      jax.shard_map(on_rank, mesh=self.mesh, in_specs=SPECS, out_specs=P(AXIS), check_vma=False)
+    )
+    with timing.quiet():
+      return function.lower(*problem.arguments)
+
+
+def measure(
+  case: Case, problem: Problem, programs: Programs, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+  compiled = {v: programs.ready.get(programs.key(case, problem, v)) for v in args.variants}
+  compiled = {v: program for v, program in compiled.items() if program is not None}
+  runs = {v: functools.partial(c, *problem.arguments) for v, c in compiled.items()}
+  seconds = {v: timing.median(s) for v, s in timing.in_turn(runs, args.repeats, args.calls).items()}
+  rows = []
+  for variant, run in runs.items():
+    row: dict[str, Any] = {
+      "shape": case.name,
+      "ratio": case.ratio,
+      "pass": case.direction,
+      "variant": variant,
+      "ms": seconds[variant] * 1e3,
+      "of_ideal": seconds["ideal"] / seconds[variant] if "ideal" in seconds else None,
+      "over_none": seconds["none"] / seconds[variant] if "none" in seconds else None,
+      "temp_gb": getattr(compiled[variant].memory_analysis(), "temp_size_in_bytes", 0) / 1e9,
+    }
+    if variant in BALANCED and args.statistics:
+      row |= after(programs.mesh, problem, variant, args)
+    if args.profile:
+      row["kernels_us"] = timing.kernel_times(run, args.calls)
+      row["kinds_us"] = timing.grouped(row["kernels_us"], KERNELS)
+    rows.append(row)
+    print(describe(row), flush=True)
+  return rows
+
+
+def after(
+  mesh: jax.sharding.Mesh, problem: Problem, variant: str, args: argparse.Namespace
+) -> dict[str, float]:
+  """What the balanced layer says that it did, the worst or the mean over the loads."""
+  apply = layer(variant, problem, args)
+
+  def scalars(
+    x: Array, index: Array, gate: Array, weights: ExpertWeights, state: eplb.History
+  ) -> Any:
+    _, stats = apply(x, index, gate, weights, state)
+    return stats.scalars()
+
+  specs = (P(AXIS),) * 4 + (P(),)
+  function = jax.jit(
+    jax.shard_map(scalars, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+  )
+  arrays = problem.arrays
+  each = [
+    jax.device_get(
+      function(
+        arrays.x,
+        problem.index[n],
+        arrays.gate,
+        arrays.weights,
+        problem.state(n),
+      )
+    )
+    for n in range(len(problem.load_NGE))
+  ]
+  worst = {k: float(max(e[k] for e in each)) for k in ("imbalance_before", "imbalance_after")}
+  mean = {k: float(np.mean([e[k] for e in each])) for k in ("replicas", "replica_megabytes")}
+  least = max(bound(load_GE, args.slots) for load_GE in problem.load_NGE)
+  return worst | mean | {"rounds": float(max(e["rounds"] for e in each)), "bound": least}
+
+
+def describe(row: dict[str, Any]) -> str:
+  text = f"{row['shape']:12} {row['ratio']:4.1f} {row['pass']:8} {row['variant']:10}"
+  text += f" {row['ms']:8.3f} ms"
+  if row["of_ideal"] is not None:
+    text += f" {row['of_ideal']:6.1%} of ideal"
+  if row["over_none"] is not None:
+    text += f" {row['over_none']:5.2f} x none"
+  text += f" {row['temp_gb']:6.2f} GB"
+  if "imbalance_after" in row:
+    text += f" imbalance {row['imbalance_before']:.3f} -> {row['imbalance_after']:.4f}"
+    text += f" (bound {row['bound']:.4f})"
+    text += f" replicas {row['replicas']:.1f} rounds {row['rounds']:.0f}"
+  if "kinds_us" in row:
+    text += " | us: " + ", ".join(f"{k} {v:.0f}" for k, v in row["kinds_us"].items())
+  return text

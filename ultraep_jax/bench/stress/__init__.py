@@ -1,0 +1,1 @@
+"""Operations and layers, repeated on random inputs and compared with references."""

@@ -1,0 +1,103 @@
+"""The transfers under stress: the kernels, and portable operations that can stand in for them."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.transfer import chunks
+from pallas_kernels.transfer import combine as combine_kernel
+from pallas_kernels.transfer import dispatch as dispatch_kernel
+from pallas_kernels.transfer import reduce_replicas as reduce_kernel
+from pallas_kernels.transfer import replicate as replicate_kernel
+from pallas_kernels.transfer.tiles import Tuning
+from ultraep_jax.bench.kernels.portable import AXIS
+from ultraep_jax.transport import block_exchange, replicate
+from ultraep_jax.types import Array, Routes
+
+
+class Crossing(NamedTuple):
+  """Routes of all ranks as one rank uses them, and the gates at the rows; see ``dispatch``."""
+
+  capacity: int
+  dest_TK: Array
+  row_TK: Array
+  received_GTK: Array
+
+
+class Operations(NamedTuple):
+  """What is tested: the four kernels with a tuning, or what stands in for them."""
+
+  replicate: Callable[[list[Array], Array, Array], list[Array]]
+  reduce_replicas: Callable[[list[Array], list[Array], Array, Array], list[Array]]
+  dispatch: Callable[[list[Array], Crossing], list[Array]]
+  combine: Callable[[Array, Array | None, Crossing], Array]
+
+
+def kernels(
+  tuning: Tuning | None, dealt: chunks.Tuning | None, in_turns: bool = False
+) -> Operations:
+  """The kernels; ``tuning`` is that of transfers of experts, ``dealt`` that of tokens.
+
+  Copies are sent in turns, which differ from plan to plan, if ``in_turns``.
+  """
+
+  def copy(arrays: list[Array], replica_GS: Array, parent_GS: Array) -> list[Array]:
+    rows_G = (replica_GS[:, 0] * 37 + jnp.sum(replica_GS)) % 101 if in_turns else None
+    return replicate_kernel.replicate(
+      arrays, replica_GS, parent_GS, axis_name=AXIS, tuning=tuning, home_rows_G=rows_G
+    )
+
+  def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
+    tables = (to.dest_TK, to.row_TK, to.received_GTK)
+    return dispatch_kernel.dispatch(
+      arrays, *tables, capacity=to.capacity, axis_name=AXIS, tuning=dealt
+    )
+
+  def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
+    return combine_kernel.combine(
+      rows_CD, gate_GTK, to.dest_TK, to.received_GTK, axis_name=AXIS, tuning=dealt
+    )
+
+  reduce = functools.partial(reduce_kernel.reduce_replicas, axis_name=AXIS, tuning=tuning)
+  return Operations(copy, reduce, dispatch, combine)
+
+
+# As the layer runs them, and with few workers, which wait for their peers again and again.
+_FEW = chunks.Tuning(blocks=8, workers=3, tile_bytes=1024, steps=5)
+KERNELS = (kernels(None, None), kernels(Tuning(8, 3, 2048), _FEW, in_turns=True))
+
+
+def _portable() -> Operations:
+  def cross(to: Crossing) -> block_exchange.BlockCrossing:
+    routes = Routes(to.dest_TK, to.row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
+    return block_exchange.cross(routes, 0, to.capacity, AXIS)
+
+  # As bits: where XLA computes bfloat16 in float32, signalling NaNs come out quiet.
+  def copies(arrays: list[Array], *plan: Array) -> list[Array]:
+    moved = replicate.replicate([as_bits(array) for array in arrays], *plan, axis_name=AXIS)
+    return [lax.bitcast_convert_type(m, a.dtype) for m, a in zip(moved, arrays, strict=True)]
+
+  def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
+    moved = [cross(to).dispatch(as_bits(array)) for array in arrays]
+    return [lax.bitcast_convert_type(m, a.dtype) for m, a in zip(moved, arrays, strict=True)]
+
+  def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
+    gate_C = None
+    if gate_GTK is not None:
+      row_GTK = jnp.where(to.received_GTK < 0, to.capacity, to.received_GTK)
+      gate_C = jnp.zeros(to.capacity, gate_GTK.dtype).at[row_GTK].set(gate_GTK, mode="drop")
+    return cross(to).combine(rows_CD, gate_C)
+
+  reduce = functools.partial(replicate.reduce_replicas, axis_name=AXIS)
+  return Operations(copies, reduce, dispatch, combine)
+
+
+def as_bits(array: Array) -> Array:
+  """The array as unsigned integers."""
+  return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+PORTABLE = (_portable(),)

@@ -1,0 +1,1 @@
+"""Training steps of a language model."""

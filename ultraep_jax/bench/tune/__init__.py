@@ -1,0 +1,1 @@
+"""Layouts of kernels in turn: the fastest go into a table."""

@@ -1,0 +1,182 @@
+"""Finds the fastest layout of each kernel here, and writes it into a table.
+
+Run ``python -m ultraep_jax bench tune --write FILE``. Every candidate's results are compared with
+those of the kernel as it is before its time counts. Candidates of an operation run in turn, round
+by round; the fastest is kept if it gains more than ``--least-gain`` in three of four rounds.
+What was found is written after each operation. Matmuls run on one GPU, transfers on all.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import pathlib
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.tunings import Tuning
+from ultraep_jax.bench import contest
+from ultraep_jax.bench.contest import Choice, Contest, Outcome
+from ultraep_jax.bench.kernels.matmul_problems import DENSE, HOME, PROBLEMS, REPLICA, Problem
+from ultraep_jax.bench.kernels.portable import AXIS
+from ultraep_jax.bench.layer.problem import SHAPES
+from ultraep_jax.bench.tune import matmuls as tune_matmuls
+from ultraep_jax.bench.tune import table as tuning_table
+from ultraep_jax.bench.tune import transfers as tune_transfers
+
+DEFAULT = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+  """An operation at a shape.
+
+  Attributes:
+    operation: as tables call it.
+    widths: by which tables know it.
+    tunings: the kernel's own first, then candidates, by a label.
+    contest: of these tunings.
+    ratio: of the rate to a dense matmul's, from seconds of both; ``None``: it is no matmul.
+  """
+
+  operation: str
+  widths: tuple[int, ...]
+  tunings: Mapping[str, Tuning]
+  contest: Contest
+  ratio: Callable[[float, float], float] | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the program."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  add_arguments(parser)
+  run(parser.parse_args(argv))
+  return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument
+  add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+  operations = [*PROBLEMS, *tune_transfers.DEFAULTS]
+  add(
+    "--operations",
+    nargs="+",
+    choices=operations,
+    help="default: all, on one GPU matmuls",
+  )
+  add("--rows", type=int, default=32768, help="of a matmul")
+  add("--home", type=int, default=HOME, help="slots of home experts, of a matmul")
+  add("--replica", type=int, default=REPLICA, help="slots of copies")
+  add("--write", type=pathlib.Path, help="the JSON file to make, or to put results into")
+  add("--seconds", type=float, default=180.0, help="after which nothing is begun")
+  add("--least-gain", type=float, default=0.01, help="that a candidate must have")
+  add("--more", action="store_true", help="try more candidates")
+  add("--rounds", type=int, default=5, help="turns of each candidate")
+  add("--calls", type=int, default=5, help="in each turn")
+  add("--compile-workers", type=int, default=16, help="threads")
+  add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
+
+
+def run(args: argparse.Namespace) -> None:
+  start = time.monotonic()
+  kind = jax.devices()[0].device_kind
+  path: pathlib.Path | None = args.write
+  table = None if path is None else tuning_table.load(path, kind)
+  print(f"jax {jax.__version__}, {jax.device_count()} x {kind}", flush=True)
+  pace = contest.Pace(args.compile_workers, args.calls, args.rounds, start + args.seconds)
+  everything = subjects(args)
+  measured = {"jax": jax.__version__, "date": str(datetime.date.today()), "command": _command()}
+  outcomes = contest.hold([subject.contest for subject in everything], pace)
+  for subject, (_, outcome) in zip(everything, outcomes, strict=True):
+    choice = contest.choose(outcome.seconds, DEFAULT, args.least_gain) if outcome.seconds else None
+    _report(subject, outcome, choice)
+    if path and table and choice and is_complete(outcome):
+      table = tuning_table.merged(table, [entry_of(subject, outcome, choice, measured)])
+      tuning_table.save(path, table)
+  print(f"{time.monotonic() - start:.0f} s", flush=True)
+
+
+def subjects(args: argparse.Namespace) -> list[Subject]:
+  """Operations first by what a layer runs, each at all shapes, so that time ends with the rest.
+
+  By default all, but on one device no transfers.
+  """
+  transfers = tune_transfers.DEFAULTS if jax.device_count() > 1 else ()
+  named = itertools.product(args.operations or [*transfers, *PROBLEMS], args.shapes)
+  found: dict[Any, Subject] = {}
+  for operation, model in named:
+    subject = (_matmul if operation in PROBLEMS else _transfer)(operation, model, args)
+    found.setdefault((subject.operation, subject.widths), subject)  # models may have some alike
+  return list(found.values())
+
+
+def _matmul(name: str, model: str, args: argparse.Namespace) -> Subject:
+  slots = {"home": args.home, "replica": args.replica}
+  problem = Problem.of(name, model, args.rows, args.scale, **slots)
+  tunings = {DEFAULT: problem.default, **tune_matmuls.candidates(problem, args.more)}
+  competing = tune_matmuls.contest(problem, tunings)
+  return Subject(problem.operation, problem.widths, tunings, competing, problem.ratio)
+
+
+def _transfer(operation: str, model: str, args: argparse.Namespace) -> Subject:
+  axis_types = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=axis_types)
+  if mesh.size < 2:
+    raise SystemExit(f"{operation}: expected several devices, got {mesh.size}")
+  problem = Problem.of("sum beside", model, args.rows, args.scale)
+  tunings = {DEFAULT: tune_transfers.DEFAULTS[operation], **tune_transfers.candidates(operation)}
+  competing = tune_transfers.contest(operation, problem, tunings, mesh)
+  return Subject(operation, tune_transfers.widths(operation, problem), tunings, competing)
+
+
+def is_complete(outcome: Outcome) -> bool:
+  """Whether no candidate was left out for want of time: else the fastest may be unknown."""
+  return contest.NO_TIME not in outcome.failures.values()
+
+
+def entry_of(
+  subject: Subject, outcome: Outcome, choice: Choice, measured: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The table's entry."""
+  tuning = None if choice.name == DEFAULT else subject.tunings[choice.name]
+  times = {
+    "us": round(statistics.median(outcome.seconds[choice.name]) * 1e6, 1),
+    "gain": round(choice.gain, 4),
+  }
+  found = {"title": subject.contest.title, **times, **measured}
+  return tuning_table.entry(subject.operation, subject.widths, tuning, found)
+
+
+def _report(subject: Subject, outcome: Outcome, choice: Choice | None) -> None:
+  """A line for each candidate; the chosen one has a star."""
+  medians = {name: statistics.median(times) for name, times in outcome.seconds.items()}
+  dense = statistics.median(outcome.others.get(DENSE, [float("nan")]))
+  for name, seconds in medians.items():
+    ratio = "" if subject.ratio is None else f" {subject.ratio(seconds, dense):.3f} of dense"
+    star = " *" if choice is not None and choice.name == name else ""
+    gain = medians[DEFAULT] / seconds - 1
+    print(
+      f"{subject.contest.title:36} {name:24} {seconds * 1e6:8.1f} us{ratio} {gain:+7.1%}{star}",
+      flush=True,
+    )
+  for name, reason in outcome.failures.items():
+    print(f"{subject.contest.title:36} {name:24} {reason}", flush=True)
+
+
+def _command() -> str:
+  """How this was called, without the name of a file, which is of one machine."""
+  words = [sys.argv[0].removesuffix("tune.py"), *sys.argv[1:]]
+  if "--write" in words:
+    at = words.index("--write")
+    words[at:] = words[at + 2 :]
+  return f"{words[0]} {shlex.join(words[1:])}"
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What experts compute: rounds of rows, and the grouped matmuls in them."""

@@ -1,0 +1,331 @@
+"""Tokens through experts and back, in as many rounds as the busiest rank's rows need.
+
+One differentiation rule spans replication, dispatch, experts and combine, so that no replica
+becomes a residual.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.tunings import Tunings
+from ultraep_jax.compute import experts
+from ultraep_jax.compute.experts import Activation
+from ultraep_jax.config import DispatchDtype
+from ultraep_jax.implementation import Implementations
+from ultraep_jax.transport import exchange, replicate
+from ultraep_jax.types import Array, ExpertWeights, Routes
+
+# For `jax.checkpoint_policies.save_only_these_names`: rows spare backward a second dispatch,
+# hidden two of the three matmuls and the replicas for them, which have no name: they are made
+# again.
+ROWS_NAME = "ultraep_rows"
+HIDDEN_NAME = "ultraep_hidden"
+
+
+class Static(NamedTuple):
+  """What is fixed at trace time."""
+
+  axis_name: str
+  capacity: int
+  domain_size: int | None
+  activation: Activation
+  implementations: Implementations
+  dispatch_dtype: DispatchDtype | None
+  tunings: Tunings
+
+
+class Routing(NamedTuple):
+  """The integers that the movers need."""
+
+  replica_expert_GS: Array
+  parent_GS: Array
+  home_rows_G: Array  # of each rank, those that its home experts compute
+  routes: Routes
+  rounds: Array | None  # None: one, whatever the loads
+  copied: Array | None  # 1 if any rank of the mesh gets a copy, else 0; None where rounds is
+
+
+class _Start(NamedTuple):
+  """How one round's tokens cross, and the gates of its rows."""
+
+  crossing: exchange.Crossing
+  gate_C: Array
+
+
+class _Round(NamedTuple):
+  """One round's crossing, and the inputs and projections of its experts."""
+
+  crossing: exchange.Crossing
+  rows_CD: Array
+  gate_C: Array
+  hidden: experts.Hidden | None
+
+
+class _Grads(NamedTuple):
+  """What one round adds to the gradients: float32, but those of x, which are in its dtype."""
+
+  x_TD: Array
+  gate_TK: Array
+  home: ExpertWeights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def experts_on_tokens(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> Array:
+  """``[T, D]``, each token's experts' outputs weighted by its gates.
+
+  Where nothing is kept for backward, kernels get a branch around the rounds. The host reads their
+  number, and waits for what comes before. Were that the first round, as it is in training, the
+  GPU would then wait for the launches of all small kernels up to the next layer's dispatch. As it
+  reads anyway, a plan without copies has a branch of its own, which is that of a layer without
+  slots: no tables for copies, and no matmul in two parts.
+  """
+  start = _cross(static, x_TD, gate_TK, routing, 0)
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
+
+  @jax.jit  # twice in the program, traced and lowered once
+  def first_round() -> tuple[Array, ExpertWeights]:
+    out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
+    return _combine(out, first), out.copies
+
+  more_rounds = functools.partial(_more_rounds, static, x_TD, gate_TK, replicas, routing)
+  if routing.rounds is None or "mosaic_gpu" not in static.implementations:
+    return more_rounds(*first_round())
+  branches = [lambda: first_round()[0], lambda: more_rounds(*first_round())]
+  branch = (routing.rounds > 1).astype(jnp.int32)
+  if routing.copied is not None and routing.replica_expert_GS.shape[1]:
+    branches.insert(0, lambda: _without_copies(static, x_TD, replicas, routing, start))
+    branch = jnp.where(routing.rounds > 1, 2, routing.copied)
+  return lax.switch(branch, branches)
+
+
+def _without_copies(
+  static: Static, x_TD: Array, replicas: replicate.Replicas, routing: Routing, start: _Start
+) -> Array:
+  """The only round of a plan that leaves all slots empty."""
+  none_GS = routing.replica_expert_GS[:, :0]
+  at_home_P = routing.routes.group_size_P[: replicas.home.wo.shape[0]]
+  routing = routing._replace(
+    replica_expert_GS=none_GS,
+    parent_GS=none_GS,
+    routes=routing.routes._replace(group_size_P=at_home_P),
+  )
+  return _combine(*_run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False))
+
+
+def _forward(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> tuple[Array, tuple]:
+  start = _cross(static, x_TD, gate_TK, routing, 0)
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
+  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
+  y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
+  hidden = named(first.hidden, HIDDEN_NAME)
+  first = named(first, ROWS_NAME)._replace(hidden=hidden)
+  return y_TD, (x_TD, gate_TK, weights, routing, first)
+
+
+def _backward(
+  static: Static, residuals: tuple, grad_TD: Array
+) -> tuple[Array, Array, ExpertWeights, None]:
+  x_TD, gate_TK, weights, routing, first = residuals
+  # One of the weights is enough: a ring passes all of them in one loop.
+  ordered = weights._replace(wo=_after(static, weights.wo, grad_TD, *first.hidden))
+  replicas = _replicas(static, x_TD.dtype, ordered, routing)
+
+  def round_grads(
+    index: Array | int, this: _Round, replicas: replicate.Replicas
+  ) -> tuple[_Grads, ExpertWeights]:
+    assert this.hidden is not None
+    grad_CD = this.crossing.dispatch(_after(static, grad_TD, this.gate_C, this.rows_CD))
+    grads = experts.expert_backward(
+      grad_CD,
+      this.gate_C,
+      this.rows_CD,
+      this.hidden,
+      replicas.home,
+      replicas,
+      _round_sizes(static, routing, index),
+      static.activation,
+      implementations=static.implementations,
+      tunings=static.tunings,
+    )
+    x_grad_TD = this.crossing.combine(grads.rows_CD, None)
+    # Else XLA runs the collective of the gates beside matmuls, whose last blocks then wait for the
+    # SMs that it holds while it waits for other ranks.
+    gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
+    gate_grad_TK = this.crossing.collect(_after(static, gate_C, x_grad_TD))
+    x_grad_TD = _after(static, x_grad_TD, *home)
+    return _Grads(x_grad_TD, gate_grad_TK, home), grads.copies
+
+  total, copies = round_grads(0, first, replicas)
+  replicas = dataclasses.replace(replicas, known=copies)
+
+  def add_round(index: Array, total: _Grads) -> _Grads:
+    start = _cross(static, x_TD, gate_TK, routing, index)
+    _, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
+    return jax.tree.map(jnp.add, total, round_grads(index, this, replicas)[0])
+
+  if routing.rounds is not None:
+    total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, total)
+  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), total.home, weights)
+  return total.x_TD, total.gate_TK, weight_grads, None
+
+
+experts_on_tokens.defvjp(_forward, _backward)
+
+
+def assignments_apart(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> Array:
+  """``experts_on_tokens`` with every assignment a token of its own, summed where it came from.
+
+  A token's experts are summed in the order of its choices then, wherever the plan put them.
+  """
+  num_tokens, top_k = gate_TK.shape
+  routes = routing.routes._replace(
+    dest_TK=routing.routes.dest_TK.reshape(-1, 1), row_TK=routing.routes.row_TK.reshape(-1, 1)
+  )
+  y_AD: Any = experts_on_tokens(
+    static,
+    jnp.repeat(x_TD, top_k, axis=0),
+    gate_TK.reshape(-1, 1),
+    weights,
+    routing._replace(routes=routes),
+  )
+  y_TKD = y_AD.reshape(num_tokens, top_k, -1).astype(jnp.float32)
+  # One addition after another: a reduction's order is the compiler's.
+  y_TD = functools.reduce(jnp.add, (y_TKD[:, k] for k in range(top_k)))
+  return y_TD.astype(x_TD.dtype)
+
+
+def _more_rounds(
+  static: Static,
+  x_TD: Array,
+  gate_TK: Array,
+  replicas: replicate.Replicas,
+  routing: Routing,
+  y_TD: Array,
+  copies: ExpertWeights,
+) -> Array:
+  """Adds the rounds after the first to its output."""
+  if routing.rounds is None:
+    return y_TD
+  replicas = dataclasses.replace(replicas, known=copies)
+
+  def add_round(index: Array, y_TD: Array) -> Array:
+    start = _cross(static, x_TD, gate_TK, routing, index)
+    return y_TD + _combine(
+      *_run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
+    )
+
+  return lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
+
+
+def _cross(
+  static: Static, x_TD: Array, gate_TK: Array, routing: Routing, index: Array | int
+) -> _Start:
+  crossing = exchange.cross(
+    routing.routes,
+    index,
+    static.capacity,
+    static.axis_name,
+    width=x_TD.shape[1],
+    dtype=x_TD.dtype,
+    implementations=static.implementations,
+    tunings=static.tunings,
+  )
+  return _Start(crossing, crossing.spread(gate_TK))
+
+
+def _replicas(
+  static: Static, dtype: jnp.dtype, weights: ExpertWeights, routing: Routing
+) -> replicate.Replicas:
+  """The home weights in the compute dtype, and the way to their copies."""
+  return replicate.Replicas(
+    jax.tree.map(lambda leaf: leaf.astype(dtype), weights),
+    routing.replica_expert_GS,
+    routing.parent_GS,
+    routing.home_rows_G,
+    static.axis_name,
+    static.domain_size,
+    static.implementations,
+    static.tunings,
+  )
+
+
+def _run_round(
+  static: Static,
+  x_TD: Array,
+  replicas: replicate.Replicas,
+  routing: Routing,
+  index: Array | int,
+  start: _Start,
+  keep_hidden: bool,
+) -> tuple[experts.ExpertOutput, _Round]:
+  """Dispatches one round's tokens and runs their experts."""
+  x_TD = _after(static, x_TD, start.gate_C)
+  rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
+  if "mosaic_gpu" in static.implementations:
+    rows_CD, routing = _once_there(rows_CD, routing)
+    replicas = dataclasses.replace(
+      replicas, replica_expert_GS=routing.replica_expert_GS, parent_GS=routing.parent_GS
+    )
+  out = experts.expert_forward(
+    rows_CD,
+    replicas.home,
+    replicas,
+    _round_sizes(static, routing, index),
+    static.activation,
+    keep_hidden=keep_hidden,
+    implementations=static.implementations,
+    tunings=static.tunings,
+  )
+  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden)
+
+
+def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
+  """The same. Kernels' tables made from it are launched while the dispatch runs, not before."""
+  leaves, tree = jax.tree.flatten(routing)
+  computed = [leaf for leaf in leaves if leaf.size]  # empty ones in loops crash XLA:CPU's compiler
+  rows_CD, computed = lax.optimization_barrier((rows_CD, computed))
+  after = iter(computed)
+  return rows_CD, tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
+
+
+def _after(static: Static, value: Array, *earlier: Array) -> Array:
+  """The same value, for portable exchanges that must come after those which made the earlier ones.
+
+  XLA:CPU runs a loop's collectives beside later ones that do not need its results, on each rank in
+  an order of its own, and those of one kind then meet the wrong ones (seen in jax 0.11.2). It drops
+  barriers before that, so this is a select on what is never true.
+  """
+  if "mosaic_gpu" in static.implementations:
+    return value
+  firsts = (array.reshape(-1)[0] for array in earlier if array.size)
+  impossible = ((first > 1) & (first < 0) for first in firsts)
+  never = functools.reduce(jnp.logical_or, impossible, jnp.bool_(False))
+  return jnp.where(never, jnp.zeros((), value.dtype), value)
+
+
+def _combine(out: experts.ExpertOutput, this: _Round) -> Array:
+  return this.crossing.combine(out.rows_CD, this.gate_C)
+
+
+def _round_sizes(static: Static, routing: Routing, index: Array | int) -> Array:
+  """Rows of each slot on this rank that fall into a round."""
+  end_P = jnp.cumsum(routing.routes.group_size_P, dtype=jnp.int32)
+  first = index * static.capacity
+  inside_P = jnp.clip(end_P - first, 0, static.capacity)
+  return jnp.diff(inside_P, prepend=jnp.zeros_like(inside_P[:1]))
+
+
+def named[T](tree: T, name: str) -> T:
+  return jax.tree.map(functools.partial(checkpoint_name, name=name), tree)

@@ -1,0 +1,1 @@
+"""Load, plan and route: integers that every rank computes alike."""

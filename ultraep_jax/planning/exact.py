@@ -1,0 +1,104 @@
+"""Exact balance by construction, where every rank has as many slots as home experts (S >= M).
+
+While a rank is above ``cap``, the mean rounded up, the most loaded rank gives the least loaded
+rank that has not received yet its whole deficit, the largest remaining experts first. The
+receiver then is at the cap and closed. The deficit is at most ``cap``, hence below the giver's
+load; the giver has not received, so all its load is of its own M experts: a receiver needs at
+most M slots, for experts of one home. A giver may fall below the cap and receive later. Every
+step closes a rank, so R − 1 steps are enough. (The argument behind Walker's alias tables.)
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.planning.greedy import Outcome
+from ultraep_jax.planning.integers import ceil_div
+from ultraep_jax.types import Array
+
+
+class _State(NamedTuple):
+  left_NRM: Array  # tokens that an expert has at home
+  copies_NRM: Array
+  has_end_NRM: Array  # whether an expert has a copy that is forwarded by nobody
+  forwards_NR: Array  # copies that ranks that have given forward
+  load_NR: Array
+  expert_NRS: Array
+  tokens_NRS: Array
+
+
+def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outcome, Array, Array]:
+  """Balances every domain exactly.
+
+  Args:
+    load_NRM: ``[N, R, M]`` int32, home loads.
+    num_slots: S, at least M.
+    count_copies: homes send every copy themselves.
+
+  Returns:
+    ``[N]`` outcomes; ``[N, R, S]`` int32, the expert copied into each slot, in ``[0, R * M)``,
+    −1 if empty; and ``[N, R, S]`` int32, the tokens that the copy serves.
+  """
+  load_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
+  num_domains, num_ranks = load_NR.shape
+  total_N = jnp.sum(load_NR, axis=-1, dtype=jnp.int32)
+  cap_N = ceil_div(total_N, num_ranks)
+  # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
+  zero_NRS = jnp.broadcast_to(load_NR[:, :, None] * 0, (num_domains, num_ranks, num_slots))
+  zero_NRM, zero_NR = load_NRM * 0, load_NR * 0
+  start = _State(load_NRM, zero_NRM, zero_NRM > 0, zero_NR, load_NR, zero_NRS - 1, zero_NRS)
+  state = lax.while_loop(
+    lambda state: jnp.any(state.load_NR > cap_N[:, None]),
+    lambda state: _step(state, cap_N),
+    start,
+  )
+  sent_NRM = state.copies_NRM if count_copies else jnp.minimum(state.copies_NRM, 1)
+  sends_NR = jnp.sum(sent_NRM, axis=-1, dtype=jnp.int32)
+  sends_NR += 0 if count_copies else state.forwards_NR
+  filled_NR = jnp.sum(state.expert_NRS >= 0, axis=-1, dtype=jnp.int32)
+  outcome = Outcome(
+    busiest=jnp.max(state.load_NR, axis=-1),
+    replicas=jnp.sum(filled_NR, axis=-1, dtype=jnp.int32),
+    copies=jnp.max(jnp.maximum(filled_NR, sends_NR), axis=-1),
+  )
+  return outcome, state.expert_NRS, state.tokens_NRS
+
+
+def _step(state: _State, cap_N: Array) -> _State:
+  num_domains, num_ranks, per_rank = state.left_NRM.shape
+  num_slots = state.expert_NRS.shape[-1]
+  domain_N = jnp.arange(num_domains)
+  giver_N = jnp.argmax(state.load_NR, axis=-1).astype(jnp.int32)
+  active_N = jnp.max(state.load_NR, axis=-1) > cap_N
+  receiver_N = jnp.argmin(state.load_NR, axis=-1)  # below the cap, so it is open
+  deficit_N = jnp.where(active_N, cap_N - state.load_NR[domain_N, receiver_N], 0)
+
+  left_NM = state.left_NRM[domain_N, giver_N]
+  order_NM = jnp.argsort(-left_NM, axis=-1, stable=True).astype(jnp.int32)
+  largest_NM = jnp.take_along_axis(left_NM, order_NM, axis=-1)
+  before_NM = jnp.cumsum(largest_NM, axis=-1, dtype=jnp.int32) - largest_NM
+  given_NM = jnp.clip(deficit_N[:, None] - before_NM, 0, largest_NM)
+  gives_NM = given_NM > 0
+  expert_NM = jnp.where(gives_NM, giver_N[:, None] * per_rank + order_NM, -1)
+  unused = ((0, 0), (0, num_slots - per_rank))
+  expert_NS = jnp.pad(expert_NM, unused, constant_values=-1)
+  tokens_NS = jnp.pad(given_NM, unused)
+
+  rank_NR = lax.broadcasted_iota(jnp.int32, (num_domains, num_ranks), 1)
+  receives_NR = (rank_NR == receiver_N[:, None]) & active_N[:, None]
+  change_NR = receives_NR.astype(jnp.int32) - (rank_NR == giver_N[:, None]).astype(jnp.int32)
+  given_from = (domain_N[:, None], giver_N[:, None], order_NM)
+  # As in ``greedy.py``, the first copy of an expert that a giver receives ends a chain.
+  by_giver_N = jnp.any(state.copies_NRM[domain_N, receiver_N] > 0, axis=-1)
+  gives_by_giver_NM = gives_NM & by_giver_N[:, None]
+  forwards_N = jnp.sum(gives_by_giver_NM & state.has_end_NRM[given_from], axis=-1, dtype=jnp.int32)
+  return _State(
+    left_NRM=state.left_NRM.at[given_from].add(-given_NM),
+    copies_NRM=state.copies_NRM.at[given_from].add(gives_NM.astype(jnp.int32)),
+    has_end_NRM=state.has_end_NRM.at[given_from].max(gives_by_giver_NM),
+    forwards_NR=state.forwards_NR + jnp.where(receives_NR, forwards_N[:, None], 0),
+    load_NR=state.load_NR + change_NR * deficit_N[:, None],
+    expert_NRS=jnp.where(receives_NR[:, :, None], expert_NS[:, None, :], state.expert_NRS),
+    tokens_NRS=jnp.where(receives_NR[:, :, None], tokens_NS[:, None, :], state.tokens_NRS),
+  )

@@ -1,0 +1,348 @@
+"""The quota planner: which experts to copy where, and how many assignments each copy serves.
+
+Many placements are made side by side (``greedy.py``, and ``exact.py`` where the slots suffice)
+and the one that is best for the objective is taken. All arithmetic is in integers, so every rank
+computes the same plan, on every backend.
+
+Shapes: N domains, R ranks of a domain, Q candidates of a domain; see ``types.py`` for the rest.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from pallas_kernels.planner.quota import plan_quota
+from ultraep_jax import implementation
+from ultraep_jax.checks import check_array, check_config
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.planning import exact, greedy
+from ultraep_jax.planning.integers import (
+  INT32_MAX,
+  ceil_div,
+  ceil_scale,
+  saturating_add,
+  saturating_mul,
+)
+from ultraep_jax.planning.relay import transfer_tree
+from ultraep_jax.types import Array, Plan, PlanCost
+
+# Thresholds between the mean and the busiest rank, falling geometrically in their distance from
+# the mean, in units of 2^-15 of the whole distance. The first is the busiest rank: do nothing.
+# With up to three special thresholds and twelve rules this makes at most 504 probes.
+_STEPS = tuple(round(2 ** (15 - 15 * k / 38)) for k in range(39))
+
+
+class _Setup(NamedTuple):
+  """What is fixed at trace time."""
+
+  domain_size: int
+  num_slots: int
+  min_tokens: int
+  transfer: Literal["auto", "direct", "relay"]
+  by_time: bool
+  target: float | None
+  steps: tuple[int, ...] = _STEPS
+
+  @property
+  def count_copies(self) -> bool:
+    """Homes send every copy themselves."""
+    return self.transfer == "direct"
+
+
+def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) -> Plan:
+  """Plans replicas and quotas for a load matrix (after Algorithm 1 of the UltraEP paper).
+
+  Each domain plans alone on the loads of its home experts. The candidates are greedy placements
+  for many thresholds and rules, doing nothing and, if ``S >= M`` and
+  ``min_tokens_per_replica == 1``, a construction whose busiest rank has the mean rounded up.
+  Taken is, with ties to fewer replicas, then to fewer ``copies``, then to the less busy rank,
+  then to the first candidate:
+
+  - ``objective="balance"``: the candidate with the least busiest load;
+  - ``objective="time"``: the least cost in rows, ``busiest + copy_rows * copies +
+    round_rows * (ceil(busiest / capacity_rows) - 1)``, saturating at 2^31 − 1;
+  - with ``target``, a busiest load below ``ceil(target * mean)`` counts as that.
+
+  ``copies`` is the most that a rank has to receive or send, on whose links the transfer waits. It
+  receives a copy for each slot that it fills. With ``transfer="direct"`` it sends the copies of
+  its experts. Otherwise it sends each of its experts that have copies once, and whoever holds
+  one at most forwards it once; ranks that have both to do forward all but one of the copies that
+  such ranks hold of an expert: the one last in the chain, which was placed first. So
+  ``transfer_tree`` finds trees in which no rank sends more than ``copies``.
+
+  Args:
+    load_GE: ``[G, E]`` int32, assignments of each source rank to each expert, not negative. The
+      total must fit int32; a concrete matrix is checked, a traced one is not.
+    config: ``replica_slots``, ``objective``, ``target``, ``min_tokens_per_replica``,
+      ``domain_size``, ``transfer`` and ``implementation`` are used.
+    cost: what copies and rounds cost; needed by ``objective="time"``, else not used. Values
+      from 2^31 count as 2^31 − 1.
+
+  Returns:
+    The plan. Slots are filled from the first up, every replica serves at least one assignment,
+    an expert is at most once on a rank, and no load leaves its domain.
+
+  Raises:
+    TypeError: ``load_GE`` is not int32, or ``config`` no ``BalanceConfig``.
+    ValueError: a shape, ``domain_size``, a load or the total is not as described, or the cost is
+      missing.
+    NotImplementedError: ``implementation="mosaic_gpu"`` for sizes that the kernels do not hold.
+
+  >>> import jax.numpy as jnp
+  >>> config = BalanceConfig(replica_slots=1, objective="balance")
+  >>> plan = plan_quotas(jnp.array([[6, 2, 0, 0], [2, 2, 1, 1]], jnp.int32), config)
+  >>> plan.replica_expert.tolist()
+  [[-1], [0]]
+  >>> plan.quota.tolist()
+  [[3, 5], [4, 0], [0, 1], [0, 1]]
+  """
+  check_config(config)
+  check_load(load_GE)
+  arguments = (load_GE, *set_up(load_GE, config, cost))
+  candidates = {
+    "mosaic_gpu": lambda: _plan_on_gpu(*arguments),
+    "portable": lambda: _plan(*arguments),
+  }
+  return first_that_can(_implementations(config, arguments[1]), candidates)
+
+
+def home_quota(load_GE: Array) -> Array:
+  """``[E, G]`` int32: every assignment runs on its expert's home.
+
+  Raises:
+    TypeError: ``load_GE`` is not int32.
+    ValueError: a shape, a load or the total is not as in ``plan_quotas``.
+  """
+  check_load(load_GE)
+  num_ranks = load_GE.shape[0]
+  no_GS = jnp.zeros((num_ranks, 0), jnp.int32)
+  return _quota(jnp.sum(load_GE, axis=0, dtype=jnp.int32), num_ranks, no_GS, no_GS)
+
+
+def check_load(load_GE: Array) -> None:
+  """Raises if a load matrix is not as in ``plan_quotas``; a traced one is checked for its shape."""
+  check_array("load_GE", load_GE, ("G", "E"), np.int32)
+  num_ranks, num_experts = load_GE.shape
+  if load_GE.size == 0 or num_experts % num_ranks:
+    raise ValueError(
+      f"load_GE: expected shape [G, E], E a positive multiple of G, got {list(load_GE.shape)}"
+    )
+  if isinstance(load_GE, Tracer) or not getattr(load_GE, "is_fully_addressable", True):
+    return
+  values = np.asarray(load_GE)
+  if values.min() < 0:
+    raise ValueError(f"load_GE: expected loads of at least 0, got {values.min()}")
+  total = values.sum(dtype=np.int64)
+  if total > INT32_MAX:
+    raise ValueError(f"load_GE: expected a total below 2**31, got {total}")
+
+
+def set_up(
+  load_GE: Array, config: BalanceConfig, cost: PlanCost | None
+) -> tuple[_Setup, PlanCost | None]:
+  num_ranks, _ = load_GE.shape
+  domain_size = num_ranks if config.domain_size is None else config.domain_size
+  if num_ranks % domain_size:
+    raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {domain_size}")
+  if config.objective == "time" and cost is None:
+    raise ValueError('cost: expected a PlanCost for objective="time", got None')
+  setup = _Setup(
+    domain_size=domain_size,
+    num_slots=config.replica_slots,
+    min_tokens=config.min_tokens_per_replica,
+    transfer=config.transfer,
+    by_time=config.objective == "time",
+    target=config.target,
+  )
+  # By balance the cost is dropped, so that it cannot cause another compilation.
+  return setup, _as_int32(cost) if setup.by_time else None
+
+
+def _implementations(config: BalanceConfig, setup: _Setup) -> Implementations:
+  """Without room for replicas there is nothing for a kernel to do."""
+  if setup.num_slots == 0 or setup.domain_size == 1:
+    return ("portable",)
+  return implementation.resolve(config.implementation)
+
+
+def _as_int32(cost: PlanCost | None) -> PlanCost | None:
+  if cost is None:
+    return None
+
+  def convert(value: int | Array) -> Array:
+    return jnp.asarray(min(value, INT32_MAX) if isinstance(value, int) else value, jnp.int32)
+
+  return PlanCost(*map(convert, cost))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _plan(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
+  num_ranks, num_experts = load_GE.shape
+  domains, per_rank = num_ranks // setup.domain_size, num_experts // num_ranks
+  load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
+  load_NRM = load_E.reshape(domains, setup.domain_size, per_rank)
+  if setup.num_slots == 0 or setup.domain_size == 1:
+    expert_NRS = jnp.full((domains, setup.domain_size, setup.num_slots), -1, jnp.int32)
+    tokens_NRS = jnp.zeros_like(expert_NRS)
+  else:
+    expert_NRS, tokens_NRS = _best_placement(load_NRM, setup, cost)
+  return plan_slots(
+    load_E, join_domains(expert_NRS, per_rank), join_domains(tokens_NRS), setup.transfer
+  )
+
+
+def join_domains(value_NRS: Array, per_rank: int = 0) -> Array:
+  """``[G, S]`` from domains; experts are counted over all of them if a rank has ``per_rank``."""
+  domains, size, num_slots = value_NRS.shape
+  first_N = jnp.arange(domains, dtype=jnp.int32) * (size * per_rank)
+  value_NRS = jnp.where(value_NRS < 0, -1, value_NRS + first_N[:, None, None])
+  return value_NRS.reshape(domains * size, num_slots)
+
+
+def plan_slots(
+  load_E: Array,
+  replica_expert_GS: Array,
+  tokens_GS: Array,
+  transfer: Literal["auto", "direct", "relay"],
+) -> Plan:
+  """The plan in which replicas serve their tokens and homes what remains.
+
+  Args:
+    load_E: ``[E]`` int32, assignments of each expert.
+    replica_expert_GS: ``[G, S]`` int32, the expert in each slot, −1 if empty.
+    tokens_GS: ``[G, S]`` int32, what the slot serves, 0 if empty; of an expert no more than its
+      load.
+    transfer: as in ``BalanceConfig``.
+  """
+  num_ranks, (num_experts,) = replica_expert_GS.shape[0], load_E.shape
+  quota_EG = _quota(load_E, num_ranks, replica_expert_GS, tokens_GS)
+  parent_GS = transfer_tree(replica_expert_GS, num_experts=num_experts, transfer=transfer)
+  return Plan(replica_expert_GS, quota_EG, parent_GS)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _plan_on_gpu(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
+  """What ``_plan`` computes, bit for bit, by kernels for Hopper.
+
+  Raises:
+    NotImplementedError: a size that the kernels do not hold, or nothing to plan.
+  """
+  planned = plan_quota(
+    load_GE,
+    domain_size=setup.domain_size,
+    num_slots=setup.num_slots,
+    min_tokens=setup.min_tokens,
+    transfer=setup.transfer,
+    by_time=setup.by_time,
+    target=setup.target,
+    cost=None if cost is None else jnp.stack(cost),
+    steps=setup.steps,
+  )
+  return Plan(*planned)
+
+
+def _quota(load_E: Array, num_ranks: int, expert_GS: Array, tokens_GS: Array) -> Array:
+  """Replicas serve their tokens, homes what remains."""
+  num_experts = load_E.shape[0]
+  rank_GS = lax.broadcasted_iota(jnp.int32, expert_GS.shape, 0)
+  away_EG = jnp.zeros((num_experts, num_ranks), jnp.int32)
+  # A negative index would wrap around; one past the end is dropped.
+  expert_GS = jnp.where(expert_GS < 0, num_experts, expert_GS)
+  away_EG = away_EG.at[expert_GS, rank_GS].add(tokens_GS, mode="drop")
+  home_E = load_E - jnp.sum(away_EG, axis=1, dtype=jnp.int32)
+  expert = jnp.arange(num_experts)
+  return away_EG.at[expert, expert // (num_experts // num_ranks)].add(home_E)
+
+
+def _best_placement(load_NRM: Array, setup: _Setup, cost: PlanCost | None) -> tuple[Array, Array]:
+  """Experts and tokens of the slots, ``[N, R, S]``, of each domain's best candidate."""
+  domains, _, per_rank = load_NRM.shape
+  slots, min_tokens = setup.num_slots, setup.min_tokens
+  constructs = slots >= per_rank and min_tokens == 1
+  loads = greedy.sort_loads(load_NRM)
+  total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
+  goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
+  threshold_NT = _thresholds(loads, total_N, goal_N, setup, cost, constructs)
+  probes = _probes(threshold_NT)
+  outcome_B = greedy.run(loads, probes, slots, min_tokens, setup.count_copies)
+  outcome_NQ = jax.tree.map(lambda leaf: leaf.reshape(domains, -1), outcome_B)
+  num_probes = outcome_NQ.busiest.shape[1]
+  if constructs:
+    exact_N, exact_expert_NRS, exact_tokens_NRS = exact.construct(
+      load_NRM, slots, setup.count_copies
+    )
+    outcome_NQ = jax.tree.map(
+      lambda many, one: jnp.concatenate([many, one[:, None]], axis=1), outcome_NQ, exact_N
+    )
+
+  counted_NQ = jnp.maximum(outcome_NQ.busiest, goal_N[:, None])
+  value_NQ = counted_NQ if cost is None else _time(counted_NQ, outcome_NQ.copies, cost)
+  best_N = _first_least(value_NQ, outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest)
+  index_N = jnp.arange(domains) * num_probes + jnp.minimum(best_N, num_probes - 1)
+  chosen = jax.tree.map(lambda leaf: leaf[index_N], probes)
+  expert_NRS, tokens_NRS = greedy.place(loads, chosen, slots, min_tokens)
+  if constructs:
+    is_exact_N11 = (best_N == num_probes)[:, None, None]
+    expert_NRS = jnp.where(is_exact_N11, exact_expert_NRS, expert_NRS)
+    tokens_NRS = jnp.where(is_exact_N11, exact_tokens_NRS, tokens_NRS)
+  return expert_NRS, tokens_NRS
+
+
+def _thresholds(
+  loads: greedy.Loads,
+  total_N: Array,
+  goal_N: Array,
+  setup: _Setup,
+  cost: PlanCost | None,
+  constructs: bool,
+) -> Array:
+  """Thresholds to try, each between the mean, rounded up, and the busiest rank."""
+  mean_N, busiest_N = ceil_div(total_N, setup.domain_size), jnp.max(loads.rank_NR, axis=-1)
+  if constructs and not setup.by_time and setup.target is None:
+    return mean_N[:, None]  # nothing above it can win
+  span_N = busiest_N - mean_N
+  # span * step / 2^15 rounded up, without an intermediate product beyond int32.
+  high_N1, low_N1 = (span_N >> 15)[:, None], (span_N & 0x7FFF)[:, None]
+  step_1T = jnp.array(setup.steps, jnp.int32)[None, :]
+  spaced_NT = mean_N[:, None] + high_N1 * step_1T + ((low_N1 * step_1T + 0x7FFF) >> 15)
+  special = [mean_N]
+  if setup.target is not None:
+    special.append(goal_N)
+  if cost is not None:
+    special.append(jnp.broadcast_to(cost.capacity_rows, mean_N.shape))
+  threshold_NT = jnp.concatenate([spaced_NT, jnp.stack(special, axis=1)], axis=1)
+  return jnp.clip(threshold_NT, mean_N[:, None], busiest_N[:, None])
+
+
+def _probes(threshold_NT: Array) -> greedy.Probes:
+  """Every rule at every threshold; domain by domain, threshold by threshold."""
+  shape = (*threshold_NT.shape, len(greedy.RULES))
+  threshold_NTQ = jnp.broadcast_to(threshold_NT[:, :, None], shape)
+  return greedy.Probes(
+    domain_B=lax.broadcasted_iota(jnp.int32, shape, 0).reshape(-1),
+    threshold_B=threshold_NTQ.reshape(-1),
+    rule_B=lax.broadcasted_iota(jnp.int32, shape, 2).reshape(-1),
+  )
+
+
+def _time(busiest: Array, copies: Array, cost: PlanCost) -> Array:
+  """Rows of matmul that take as long as a placement does, saturating."""
+  transfer = saturating_mul(copies, cost.copy_rows)
+  extra = jnp.maximum(ceil_div(busiest, jnp.maximum(cost.capacity_rows, 1)) - 1, 0)
+  rounds = saturating_mul(extra, cost.round_rows)
+  return saturating_add(saturating_add(busiest, transfer), rounds)
+
+
+def _first_least(*keys_NQ: Array) -> Array:
+  """Per domain, the first candidate with the least keys, compared in order."""
+  best_NQ = jnp.ones(keys_NQ[0].shape, jnp.bool_)
+  for key_NQ in keys_NQ:
+    key_NQ = jnp.where(best_NQ, key_NQ, INT32_MAX)
+    best_NQ &= key_NQ == jnp.min(key_NQ, axis=1, keepdims=True)
+  return jnp.argmax(best_NQ, axis=1).astype(jnp.int32)

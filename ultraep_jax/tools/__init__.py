@@ -1,0 +1,1 @@
+"""What commands and measurements share: processes, progress bars, a check of a small layer."""

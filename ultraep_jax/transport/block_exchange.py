@@ -1,0 +1,197 @@
+"""The exchange of tokens in plain JAX, right on every backend.
+
+A token crosses to each rank that computes any of its assignments once, and fans out into its
+rows there; its rows' sum comes back once. Ranks exchange equal blocks of tokens with
+``all_to_all``, the fastest collective that JAX has for it; a rank with more tokens for some
+peer than a block holds takes further steps, so nothing is dropped and no buffer is sized for
+the worst case.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.config import DispatchDtype
+from ultraep_jax.mesh import mesh_max
+from ultraep_jax.planning.load import position_in_group
+from ultraep_jax.transport import wire
+from ultraep_jax.types import Array, Routes
+
+# How much a block exceeds the mean number of tokens that two ranks exchange.
+_BLOCK_SLACK = 1.25
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockCrossing:
+  """How one rank's tokens cross in one round; see ``exchange.Crossing``.
+
+  N is the tokens in a block, A = G·N the tokens a rank receives in a step.
+
+  Attributes:
+    axis_name: the expert mesh axis.
+    capacity: C, rows of the round.
+    block: N.
+    dest_TK: the rank that computes the assignment in this round, −1 if none.
+    row_TK: the assignment's row in this round.
+    leads_TK: whether it is the first of its token's assignments for that rank.
+    position_TK: its token's place in the list of tokens for that rank.
+    row_AK: the rows on this rank that the tokens received in the first step feed, −1 where an
+      assignment runs elsewhere.
+    steps: steps that the longest list on the mesh needs, or None if one always suffices.
+  """
+
+  axis_name: str = dataclasses.field(metadata={"static": True})
+  capacity: int = dataclasses.field(metadata={"static": True})
+  block: int = dataclasses.field(metadata={"static": True})
+  dest_TK: Array
+  row_TK: Array
+  leads_TK: Array
+  position_TK: Array
+  row_AK: Array
+  steps: Array | None
+
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
+    """Rows that no token feeds are zero."""
+    crossing = wire.pack(x_TD, dtype)
+
+    def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
+      token_A, _ = _outgoing(self, i)
+      received = [_swap(array[token_A], self) for array in crossing]
+      received_AD = wire.unpack(received, x_TD.dtype)
+      # Gathering by row writes each row once; the inverse map is a scatter of integers only.
+      source_C = _feeding(row_AK, self.capacity)
+      fed_CD = received_AD[source_C // row_AK.shape[1]]
+      return jnp.where((source_C >= 0)[:, None], fed_CD, rows_CD)
+
+    return _steps(self, step, jnp.zeros((self.capacity, x_TD.shape[1]), x_TD.dtype))
+
+  def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
+    """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""
+
+    def step(i: Array | int, row_AK: Array, y_TD: Array) -> Array:
+      partial_AD = jnp.zeros((row_AK.shape[0], rows_CD.shape[1]), jnp.float32)
+      for row_A in row_AK.T:
+        row_AD = rows_CD[row_A].astype(jnp.float32)
+        weighted_AD = row_AD if gate_C is None else gate_C[row_A][:, None] * row_AD
+        partial_AD += jnp.where((row_A >= 0)[:, None], weighted_AD, 0)
+      back_AD = _swap(partial_AD.astype(rows_CD.dtype), self)
+      here_TK, place_TK = _places(self, i)
+      for here_T, place_T in zip((here_TK & self.leads_TK).T, place_TK.T, strict=True):
+        y_TD += jnp.where(here_T[:, None], back_AD[place_T].astype(jnp.float32), 0)
+      return y_TD
+
+    zero_TD = jnp.zeros((self.dest_TK.shape[0], rows_CD.shape[1]), jnp.float32)
+    return _steps(self, step, zero_TD).astype(rows_CD.dtype)
+
+  def spread(self, value_TK: Array) -> Array:
+    """Rows that no token feeds are zero."""
+
+    def step(i: Array | int, row_AK: Array, value_C: Array) -> Array:
+      token_A, sent_AK = _outgoing(self, i)
+      received_AK = _swap(jnp.where(sent_AK, value_TK[token_A], 0), self)
+      source_C = _feeding(row_AK, self.capacity)
+      return jnp.where(source_C >= 0, received_AK.reshape(-1)[source_C], value_C)
+
+    return _steps(self, step, jnp.zeros(self.capacity, value_TK.dtype))
+
+  def collect(self, value_C: Array) -> Array:
+    """The adjoint of ``spread``."""
+
+    def step(i: Array | int, row_AK: Array, value_TK: Array) -> Array:
+      value_AK = _swap(jnp.where(row_AK >= 0, value_C[row_AK], 0), self)
+      here_TK, place_TK = _places(self, i)
+      column_1K = jnp.arange(row_AK.shape[1])[None]
+      return jnp.where(here_TK, value_AK[place_TK, column_1K], value_TK)
+
+    return _steps(self, step, jnp.zeros(self.dest_TK.shape, value_C.dtype))
+
+
+def cross(routes: Routes, round_index: Array | int, capacity: int, axis_name: str) -> BlockCrossing:
+  """Lists the tokens that cross in a round; see ``exchange.cross``."""
+  num_ranks = lax.axis_size(axis_name)
+  num_tokens, top_k = routes.dest_TK.shape
+  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
+  dest_TK = jnp.where(active_TK, routes.dest_TK, -1)
+
+  # The first assignment of a token for a rank stands for all of them.
+  same_TKK = dest_TK[:, :, None] == dest_TK[:, None, :]
+  leader_TK = jnp.argmax(same_TKK, axis=2)
+  leads_TK = active_TK & (leader_TK == jnp.arange(top_k)[None])
+  position_A, count_G = position_in_group(
+    jnp.where(leads_TK, dest_TK, num_ranks).reshape(-1), num_ranks
+  )
+  position_TK = jnp.take_along_axis(position_A.reshape(dest_TK.shape), leader_TK, axis=1)
+
+  row_TK = routes.row_TK % capacity
+  block = min(num_tokens, math.ceil(num_tokens * top_k / num_ranks * _BLOCK_SLACK))
+  crossing = BlockCrossing(
+    axis_name=axis_name,
+    capacity=capacity,
+    block=block,
+    dest_TK=dest_TK,
+    row_TK=row_TK,
+    leads_TK=leads_TK,
+    position_TK=position_TK,
+    row_AK=row_TK[:0],
+    steps=mesh_max(-(-jnp.max(count_G) // block)) if block < num_tokens else None,
+  )
+  return dataclasses.replace(crossing, row_AK=_announce_rows(crossing, 0))
+
+
+def _steps[Carry](
+  crossing: BlockCrossing,
+  step: Callable[[Array | int, Array, Carry], Carry],
+  carry: Carry,
+) -> Carry:
+  """Runs the first step with the rows already announced, and the rare further ones."""
+  carry = step(0, crossing.row_AK, carry)  # its result varies over every axis that its inputs do
+  if crossing.steps is None:
+    return carry
+
+  def further(i: Array, carry: Carry) -> Carry:
+    return step(i, _announce_rows(crossing, i), carry)
+
+  return lax.fori_loop(jnp.int32(1), crossing.steps, further, carry)
+
+
+def _announce_rows(crossing: BlockCrossing, step: Array | int) -> Array:
+  """Tells each receiver the rows that the tokens of a step feed, ``[A, K]``."""
+  token_A, sent_AK = _outgoing(crossing, step)
+  return _swap(jnp.where(sent_AK, crossing.row_TK[token_A], -1), crossing)
+
+
+def _outgoing(crossing: BlockCrossing, step: Array | int) -> tuple[Array, Array]:
+  """The tokens of a step's blocks ``[A]``, and the assignments each carries ``[A, K]``."""
+  num_sent = lax.axis_size(crossing.axis_name) * crossing.block
+  here_TK, place_TK = _places(crossing, step)
+  place_TK = jnp.where(here_TK & crossing.leads_TK, place_TK, num_sent)
+  token_T1 = jnp.arange(place_TK.shape[0], dtype=jnp.int32)[:, None]
+  token_A = jnp.full(num_sent, -1, jnp.int32)
+  token_A = token_A.at[place_TK].set(jnp.broadcast_to(token_T1, place_TK.shape), mode="drop")
+  real_A, token_A = token_A >= 0, jnp.maximum(token_A, 0)
+  rank_A = jnp.arange(num_sent, dtype=jnp.int32) // crossing.block
+  return token_A, real_A[:, None] & (crossing.dest_TK[token_A] == rank_A[:, None])
+
+
+def _places(crossing: BlockCrossing, step: Array | int) -> tuple[Array, Array]:
+  """Which assignments cross in a step, and where their token stands in the blocks."""
+  local_TK = crossing.position_TK - step * crossing.block
+  here_TK = (crossing.dest_TK >= 0) & (local_TK >= 0) & (local_TK < crossing.block)
+  return here_TK, jnp.where(here_TK, crossing.dest_TK * crossing.block + local_TK, 0)
+
+
+def _feeding(row_AK: Array, capacity: int) -> Array:
+  """The flat index into ``[G·N, K]`` that feeds each row, −1 for none."""
+  index_AK = jnp.arange(row_AK.size, dtype=jnp.int32).reshape(row_AK.shape)
+  source_C = jnp.full(capacity, -1, jnp.int32)
+  return source_C.at[jnp.where(row_AK < 0, capacity, row_AK)].set(index_AK, mode="drop")
+
+
+def _swap(block_AX: Array, crossing: BlockCrossing) -> Array:
+  """Sends block g of ``[G·N, ...]`` to rank g and returns the blocks received."""
+  return lax.all_to_all(block_AX, crossing.axis_name, 0, 0, tiled=True)

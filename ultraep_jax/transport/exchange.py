@@ -1,0 +1,98 @@
+"""Tokens to the rows where they are computed, and rows back to tokens.
+
+A token crosses to each rank that computes any of its assignments once, and fans out into its
+rows there; its rows' sum comes back once. How it crosses is up to the implementation: equal
+blocks and ``all_to_all`` (``block_exchange``), or kernels that write into other GPUs' memory
+(``push_exchange``).
+"""
+
+from typing import Protocol
+
+from pallas_kernels.tunings import Tunings
+from ultraep_jax.config import DispatchDtype
+from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.transport import block_exchange, push_exchange
+from ultraep_jax.types import Array, Routes
+
+
+class Crossing(Protocol):
+  """How one rank's tokens cross in one round: built by ``cross``, used in both directions.
+
+  A pytree. All ranks of the mesh must call the same methods in the same order.
+  """
+
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
+    """Carries tokens ``[T, D]`` to their rows ``[C, D]``.
+
+    Args:
+      x_TD: tokens.
+      dtype: that they cross in; every row holds its token as ``wire`` rounds it, also where the
+        token does not leave its rank. ``None``: their own.
+
+    Returns:
+      ``[C, D]`` in the dtype of the tokens, the same bits from every implementation. Rows that
+      no token feeds may hold anything, NaN included.
+    """
+    ...
+
+  def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
+    """Sums each token's rows, weighted by their gates: the adjoint of ``dispatch``.
+
+    Both sums, of a token's rows on one rank and over ranks, are in float32 and in the order of
+    the token's assignments; what crosses is rounded to the dtype of the rows.
+
+    Args:
+      rows_CD: ``[C, D]``; rows that no token feeds are ignored, NaN included.
+      gate_C: ``[C]`` float32; ``None``: all gates are 1.
+
+    Returns:
+      ``[T, D]`` in the dtype of the rows.
+    """
+    ...
+
+  def spread(self, value_TK: Array) -> Array:
+    """Carries one number per assignment, such as its gate, to its row ``[C]``."""
+    ...
+
+  def collect(self, value_C: Array) -> Array:
+    """Brings one number per row back to its assignment: the adjoint of ``spread``.
+
+    Returns:
+      ``[T, K]``, zero where the assignment is not of this round.
+    """
+    ...
+
+
+def cross(
+  routes: Routes,
+  round_index: Array | int,
+  capacity: int,
+  axis_name: str,
+  *,
+  width: int,
+  dtype: object,
+  implementations: Implementations,
+  tunings: Tunings,
+) -> Crossing:
+  """Lists the tokens that cross in a round.
+
+  Args:
+    routes: this rank's routes.
+    round_index: the round, the same on every rank.
+    capacity: C.
+    axis_name: the expert mesh axis.
+    width: D.
+    dtype: of tokens and rows.
+    implementations: what to try, in order.
+    tunings: how kernels are laid out.
+
+  Raises:
+    NotImplementedError: none of them can.
+  """
+  candidates = {
+    "mosaic_gpu": lambda: push_exchange.cross(
+      routes, round_index, capacity, axis_name, width=width, dtype=dtype, tunings=tunings
+    ),
+    "portable": lambda: block_exchange.cross(routes, round_index, capacity, axis_name),
+  }
+  return first_that_can(implementations, candidates)

@@ -1,0 +1,114 @@
+"""The exchange of tokens by kernels that write into other GPUs' memory.
+
+Every rank is told the rows of all assignments first, by a small ``all_gather``; then it knows
+what it receives, and the kernels need no lists.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import support
+from pallas_kernels.transfer import combine as combine_kernel
+from pallas_kernels.transfer import dispatch as dispatch_kernel
+from pallas_kernels.tunings import UNTUNED, Tunings
+from ultraep_jax.config import DispatchDtype
+from ultraep_jax.transport import wire
+from ultraep_jax.types import Array, Routes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PushCrossing:
+  """How one rank's tokens cross in one round; see ``exchange.Crossing``.
+
+  Attributes:
+    axis_name: the expert mesh axis.
+    capacity: C, rows of the round.
+    dest_TK: the rank that computes the assignment in this round, −1 if none.
+    row_TK: the assignment's row in this round.
+    received_GTK: rows on this rank of the assignments of all ranks, −1 for other ranks' rows.
+    tunings: how the kernels are laid out.
+  """
+
+  axis_name: str = dataclasses.field(metadata={"static": True})
+  capacity: int = dataclasses.field(metadata={"static": True})
+  dest_TK: Array
+  row_TK: Array
+  received_GTK: Array
+  tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
+
+  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
+    """Rows that no token feeds hold anything."""
+    assignments = self.dest_TK, self.row_TK, self.received_GTK
+    sizes: Any = {"capacity": self.capacity, "axis_name": self.axis_name}
+    if dtype is None:
+      sizes["tuning"] = self._tuning("dispatch", x_TD)
+      return dispatch_kernel.dispatch([x_TD], *assignments, **sizes)[0]
+    value_TD, scale_TB = wire.pack(x_TD, dtype)
+    sizes["tuning"] = self._tuning("dispatch scaled", value_TD)
+    # Multiplied on arrival: a pass of its own would read and write all rows once more.
+    return dispatch_kernel.dispatch_scaled(
+      value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes
+    )
+
+  def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
+    """Sums at the rank of the rows, then at the token's."""
+    gate_GTK = None if gate_C is None else self._at_rows(gate_C)
+    return combine_kernel.combine(
+      rows_CD,
+      gate_GTK,
+      self.dest_TK,
+      self.received_GTK,
+      axis_name=self.axis_name,
+      tuning=self._tuning("combine", rows_CD),
+    )
+
+  def spread(self, value_TK: Array) -> Array:
+    """Rows that no token feeds are zero."""
+    value_GTK = lax.all_gather(value_TK, self.axis_name)
+    row_GTK = jnp.where(self.received_GTK < 0, self.capacity, self.received_GTK)
+    value_C = jnp.zeros(self.capacity, value_TK.dtype)
+    return value_C.at[row_GTK].set(value_GTK, mode="drop")
+
+  def collect(self, value_C: Array) -> Array:
+    """Every assignment has one row: the sum over ranks is its number."""
+    return lax.psum_scatter(self._at_rows(value_C), self.axis_name)
+
+  def _tuning(self, operation: str, token_XD: Array) -> Any:
+    return self.tunings.find(operation, token_XD.shape[1] * token_XD.dtype.itemsize)
+
+  def _at_rows(self, value_C: Array) -> Array:
+    value_GTK = value_C[jnp.maximum(self.received_GTK, 0)]
+    return jnp.where(self.received_GTK >= 0, value_GTK, 0)
+
+
+def cross(
+  routes: Routes,
+  round_index: Array | int,
+  capacity: int,
+  axis_name: str,
+  *,
+  width: int,
+  dtype: object,
+  tunings: Tunings = UNTUNED,
+) -> PushCrossing:
+  """Tells every rank the rows of a round; see ``exchange.cross``.
+
+  Raises:
+    NotImplementedError: sizes or a mesh that the kernels do not handle.
+  """
+  support.check_mesh(axis_name)
+  combine_kernel.check_sizes(width, dtype)
+  if lax.axis_size(axis_name) * capacity > jnp.iinfo(jnp.int32).max:
+    raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")
+  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
+  dest_TK = jnp.where(active_TK, routes.dest_TK, -1)
+  row_TK = routes.row_TK % capacity
+  place_TK = jnp.where(active_TK, dest_TK * capacity + row_TK, -1)
+  local_GTK = lax.all_gather(place_TK, axis_name) - lax.axis_index(axis_name) * capacity
+  received_GTK = jnp.where((local_GTK >= 0) & (local_GTK < capacity), local_GTK, -1)
+  return PushCrossing(axis_name, capacity, dest_TK, row_TK, received_GTK, tunings)

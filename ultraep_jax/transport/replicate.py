@@ -1,0 +1,235 @@
+"""Copies of hot experts' weights to replica slots, and the adjoint: their gradients home.
+
+The kernels push copies along the plan's transfer trees, and sum gradients along them backwards;
+both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.transfer import reduce_replicas as reduce_kernel
+from pallas_kernels.transfer import replicate as replicate_kernel
+from pallas_kernels.transfer.tiles import Transfer, Tuning
+from pallas_kernels.tunings import UNTUNED, Tunings
+from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.transport import ring_replicate
+from ultraep_jax.types import Array
+
+
+def replicate[T](
+  home: T,
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  domain_size: int | None = None,
+  implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
+) -> T:
+  """Fills every rank's replica slots with copies of their experts' arrays.
+
+  Args:
+    home: a pytree of ``[M, ...]`` arrays of any dtypes, this rank's home experts.
+    replica_expert_GS: ``[G, S]`` int32, the plan's placement (−1: empty slot).
+    parent_GS: ``[G, S]`` int32, the plan's transfer trees.
+    axis_name: the expert mesh axis.
+    domain_size: ranks per domain; copies stay inside. ``None``: all ranks.
+    implementations: what to try, in order.
+    tunings: how kernels are laid out.
+
+  Returns:
+    The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included.
+
+  Raises:
+    NotImplementedError: none of the implementations can.
+  """
+
+  def push() -> T:
+    leaves, tree = jax.tree.flatten(home)
+    copies = replicate_kernel.replicate(
+      leaves,
+      replica_expert_GS,
+      parent_GS,
+      axis_name=axis_name,
+      tuning=_tuning(tunings, "replicate", leaves),
+    )
+    return jax.tree.unflatten(tree, copies)
+
+  candidates = {
+    "mosaic_gpu": push,
+    "portable": lambda: ring_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
+  }
+  return first_that_can(implementations, candidates)
+
+
+def reduce_replicas[T](
+  replica: T,
+  home: T,
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: str,
+  domain_size: int | None = None,
+  implementations: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
+) -> T:
+  """Adds every replica slot's gradient to its expert's home gradient, in a fixed order.
+
+  Args:
+    replica: a pytree of ``[S, ...]`` gradients of this rank's replica slots.
+    home: the same pytree of ``[M, ...]`` gradients of this rank's home experts.
+    replica_expert_GS: as for ``replicate``.
+    axis_name: the expert mesh axis.
+    parent_GS: as for ``replicate``.
+    domain_size: as for ``replicate``.
+    implementations: as for ``replicate``.
+    tunings: as for ``replicate``.
+
+  Returns:
+    The home gradients with all replicas' added.
+
+  Raises:
+    NotImplementedError: none of the implementations can.
+  """
+
+  def push() -> T:
+    leaves, tree = jax.tree.flatten(home)
+    sums = reduce_kernel.reduce_replicas(
+      jax.tree.leaves(replica),
+      leaves,
+      replica_expert_GS,
+      parent_GS,
+      axis_name=axis_name,
+      tuning=_tuning(tunings, "reduce", leaves),
+    )
+    return jax.tree.unflatten(tree, sums)
+
+  candidates = {
+    "mosaic_gpu": push,
+    "portable": lambda: ring_replicate.reduce_replicas(
+      replica, home, replica_expert_GS, axis_name, domain_size
+    ),
+  }
+  return first_that_can(implementations, candidates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+  """A plan's copies of weights, and the way home of their gradients, in either of two ways.
+
+  ``copies`` and ``reduce`` move them and are done. ``copying`` and ``reducing`` give a transfer to
+  run beside a matmul, where kernels can, else ``None``.
+
+  Attributes:
+    home: ``[M, ...]`` weights of this rank's home experts, a pytree.
+    replica_expert_GS: ``[G, S]`` int32, the plan's placement.
+    parent_GS: ``[G, S]`` int32, the plan's transfer trees.
+    home_rows_G: ``[G]`` int32, rows that ranks can compute before copies are there. Beside a
+      matmul, the copies for ranks with few are sent first.
+    axis_name: the expert mesh axis.
+    domain_size: ranks per domain; ``None``: all.
+    implementations: what to try, in order.
+    tunings: how kernels are laid out.
+    known: the copies, once they are there.
+  """
+
+  home: Any
+  replica_expert_GS: Array
+  parent_GS: Array
+  home_rows_G: Array
+  axis_name: str
+  domain_size: int | None
+  implementations: Implementations
+  tunings: Tunings
+  known: Any = None
+
+  def copies(self) -> Any:
+    """The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included."""
+    if self.known is not None:
+      return self.known
+    return replicate(
+      self.home,
+      self.replica_expert_GS,
+      self.parent_GS,
+      axis_name=self.axis_name,
+      domain_size=self.domain_size,
+      implementations=self.implementations,
+      tunings=self.tunings,
+    )
+
+  def copying(self) -> Transfer | None:
+    """Brings the leaves of ``copies`` beside a matmul that does not need them."""
+    if self.known is not None:
+      return None
+
+    def transfer() -> Transfer | None:
+      leaves, tree = jax.tree.flatten(self.home)
+      return _mapped(
+        replicate_kernel.replication(
+          leaves,
+          self.replica_expert_GS,
+          self.parent_GS,
+          axis_name=self.axis_name,
+          tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
+          home_rows_G=self.home_rows_G,
+        ),
+        tree.unflatten,
+      )
+
+    candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
+    return first_that_can((*self.implementations, "portable"), candidates)
+
+  def reduce(self, replica_grads: Any, home_grads: Any) -> Any:
+    """The gradients of the homes with those of all their copies added."""
+    return reduce_replicas(
+      replica_grads,
+      home_grads,
+      self.replica_expert_GS,
+      self.parent_GS,
+      axis_name=self.axis_name,
+      domain_size=self.domain_size,
+      implementations=self.implementations,
+      tunings=self.tunings,
+    )
+
+  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None:
+    """``reduce`` beside a matmul that does not need its result."""
+
+    def transfer() -> Transfer | None:
+      leaves, tree = jax.tree.flatten(home_grads)
+      return _mapped(
+        reduce_kernel.reduction(
+          jax.tree.leaves(replica_grads),
+          leaves,
+          self.replica_expert_GS,
+          self.parent_GS,
+          axis_name=self.axis_name,
+          tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
+        ),
+        tree.unflatten,
+      )
+
+    candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
+    return first_that_can((*self.implementations, "portable"), candidates)
+
+
+# Beside a matmul there is time: few SMs with large tiles. Three workers, as its kernels have.
+COPYING = Tuning(blocks=12, workers=3, tile_bytes=16 * 1024)
+REDUCING = Tuning(blocks=16, workers=3, tile_bytes=32 * 1024)
+
+
+def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
+  """By the bytes of an expert."""
+  sizes = (leaf[0].size * leaf.dtype.itemsize for leaf in leaves)
+  return tunings.find(operation, max(sum(sizes), 1))
+
+
+def _mapped(transfer: Transfer | None, function: Callable[[Any], Any]) -> Transfer | None:
+  """A transfer with a function applied to its result."""
+  if transfer is None:
+    return None
+  finish = transfer.finish
+  return dataclasses.replace(transfer, finish=lambda results: function(finish(results)))
