@@ -42,7 +42,7 @@ def small_kernels(monkeypatch):
     monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
   monkeypatch.setattr(combine, "TUNING", chunks.Tuning())
   # Planner and routing have tests of their own, and are the slowest to interpret.
-  for module in ("plan.plan_quota", "route.route_rows"):
+  for module in ("planning.plan.plan_quota", "planning.route.route_rows"):
     monkeypatch.setattr(f"ultraep_jax.{module}", cannot("interpreted elsewhere"))
 
 
