@@ -12,18 +12,14 @@ import tomllib
 import types
 import venv
 import zipfile
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from source_tree import FILES, ROOT, imported_modules, source_file
 
 import ultraep_jax
-
-ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("ultraep_jax", "pallas_kernels", "examples", "tests")
-FILES = sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).rglob("*.py"))
 
 # What the packages hold beside modules.
 DATA = {
@@ -68,42 +64,8 @@ LAYERS = (
   ("types",),
 )
 
-# Import name to requirement, where they differ.
-REQUIREMENTS = {"orbax": "orbax_checkpoint"}
-
 
 # --- imports ---------------------------------------------------------------------------------
-
-
-def imported_modules(path: str) -> set[str]:
-  """Names of the modules that a file imports at run time; our own ones in full."""
-  modules: set[str] = set()
-  for node in _runtime_nodes(ast.parse((ROOT / path).read_text())):
-    if isinstance(node, ast.Import):
-      modules |= {alias.name for alias in node.names}
-    elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f"{path}: expected absolute imports, got a relative one"
-      parent = node.module or ""
-      for alias in node.names:
-        child = f"{parent}.{alias.name}"
-        modules.add(child if source_file(child) else parent)
-  return modules
-
-
-def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-  """All nodes but those under ``if TYPE_CHECKING``."""
-  for node in ast.iter_child_nodes(tree):
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-      continue
-    yield node
-    yield from _runtime_nodes(node)
-
-
-def source_file(module: str) -> str | None:
-  """The file of one of our modules, or None. Tests and examples import by bare name."""
-  base = module.replace(".", "/")
-  candidates = (f"{base}.py", f"{base}/__init__.py", f"tests/{base}.py", f"examples/{base}.py")
-  return next((c for c in candidates if c in FILES), None)
 
 
 def layer_of(path: str) -> int:
@@ -175,71 +137,6 @@ def test_scalars_are_documented():
   assert not [name for name in stats.scalars() if f"`{name}`" not in document]
 
 
-# --- BUILD -----------------------------------------------------------------------------------
-
-
-class Target(NamedTuple):
-  rule: str
-  name: str
-  srcs: tuple[str, ...]
-  deps: frozenset[str]
-  attributes: dict[str, Any]
-
-
-def build_targets() -> list[Target]:
-  """Evaluates BUILD, which is Starlark and here also Python, with rules that take notes."""
-  targets: list[Target] = []
-  loaded: set[str] = set()
-
-  def rule(kind: str):
-    def record(name, srcs=(), deps=(), **attributes):
-      assert kind in loaded, f"{name}: {kind} is not loaded"
-      targets.append(Target(kind, name, tuple(srcs), frozenset(deps), attributes))
-
-    return record
-
-  scope = {kind: rule(kind) for kind in ("py_library", "py_test", "py_binary")}
-  scope |= {"load": lambda _, *names: loaded.update(names), "package": lambda **_: None}
-  scope |= {"licenses": lambda _: None, "exports_files": lambda _: None}
-  source = (ROOT / "BUILD").read_text()
-  exec(compile(ast.parse(source), "BUILD", "exec"), scope)
-  return targets
-
-
-TARGETS = build_targets()
-
-
-def test_every_file_is_in_one_target():
-  sources = [source for target in TARGETS for source in target.srcs]
-  assert sorted(sources) == FILES
-  names = [target.name for target in TARGETS]
-  assert len(set(names)) == len(names)
-
-
-def test_rules_fit_the_files():
-  rules = {source: target.rule for target in TARGETS for source in target.srcs}
-  for path, rule in rules.items():
-    folder, _, file = path.rpartition("/")
-    if folder == "examples":
-      assert rule == "py_binary", path
-    else:
-      assert (rule == "py_test") == (folder == "tests" and file.startswith("test_")), path
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_deps_are_the_imports(target):
-  owner = {source: f":{t.name}" for t in TARGETS for source in t.srcs}
-  expected = {":conftest", "@pip//pytest"} if target.rule == "py_test" else set()
-  for module in {m for source in target.srcs for m in imported_modules(source)}:
-    top = module.partition(".")[0]
-    source = source_file(module)
-    if source is not None:
-      expected.add(owner[source])
-    elif top not in sys.stdlib_module_names:
-      expected.add(f"@pip//{REQUIREMENTS.get(top, top)}")
-  assert target.deps == expected - {f":{target.name}"}
-
-
 # --- documents and commands ------------------------------------------------------------------
 
 
@@ -301,11 +198,6 @@ def test_wheel_holds_both_packages_and_nothing_else(wheel):
   names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
   modules = {f for f in FILES if f.startswith(("ultraep_jax/", "pallas_kernels/"))}
   assert names == modules | DATA
-
-
-def test_bazel_has_the_data():
-  data = {name for target in TARGETS for name in target.attributes.get("data", ())}
-  assert data >= DATA
 
 
 @pytest.mark.slow
