@@ -107,7 +107,7 @@ def test_bounds_table(tmp_path, capsys):
 def test_buffers_are_made_to_measure_where_nothing_bounds_the_load():
   mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
   args = arguments(window=3)
-  problem = Problem.make(mesh, Arrays.make(mesh, Shape(32, 16, 2), args), 1.7, args)
+  problem = Problem.make(mesh, Arrays.make(mesh, Shape(32, 16, 2, 8), args), 1.7, args)
   factors = {v: capacity(v, problem, args) for v in VARIANTS[:5]}
   assert factors["quota"] == factors["quota-time"] == factors["ideal"] == SLACK
   assert factors["none"] == problem.busiest == pytest.approx(1.7, abs=0.03)

@@ -17,6 +17,7 @@ PASSES_ARGUMENTS_ON = True
 # By name, the module of ``ultraep_jax.bench`` with its ``main``.
 MEASUREMENTS = {
   "layer": "layer.command",
+  "matrix": "matrix.command",
   "train": "train.command",
   "beside": "kernels.beside",
   "exchange": "kernels.exchange",

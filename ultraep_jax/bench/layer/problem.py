@@ -24,25 +24,36 @@ LOADS = ("zipf", "flat", "drifting")
 
 
 class Shape(NamedTuple):
-  """Sizes of an expert layer: hidden width, inner width, experts chosen per token."""
+  """Sizes of an expert layer: hidden width, inner width, experts chosen per token, experts."""
 
   width: int
   inner: int
   top_k: int
+  experts: int
 
 
 SHAPES = {
-  "qwen3-235b": Shape(4096, 1536, 8),
-  "glm4.5-106b": Shape(4096, 1408, 8),
-  "deepseek-v3": Shape(7168, 2048, 8),
-  "qwen3-30b": Shape(2048, 768, 8),
+  "qwen3-235b": Shape(4096, 1536, 8, 128),
+  "glm4.5-106b": Shape(4096, 1408, 8, 128),
+  "deepseek-v3": Shape(7168, 2048, 8, 256),
+  "qwen3-30b": Shape(2048, 768, 8, 128),
+  "gpt-oss-120b": Shape(2880, 2880, 4, 128),
+  "mixtral-8x7b": Shape(4096, 14336, 2, 8),
+  "olmoe": Shape(2048, 1024, 8, 64),
+  "qwen3-next": Shape(2048, 512, 10, 512),
+  "kimi-k2": Shape(7168, 2048, 8, 384),
+  "minimax-m2": Shape(3072, 1536, 8, 256),
+  "phi3.5-moe": Shape(4096, 6400, 2, 16),
+  "deepseek-v2-lite": Shape(2048, 1408, 6, 64),
 }
 LARGE = ("qwen3-235b", "glm4.5-106b", "deepseek-v3")
+TUNED = (*LARGE, "qwen3-30b")
 
 
 def scaled(name: str, args: argparse.Namespace) -> Shape:
   shape = SHAPES[name]
-  return Shape(shape.width // args.scale, shape.inner // args.scale, args.top_k or shape.top_k)
+  width, inner = shape.width // args.scale, shape.inner // args.scale
+  return Shape(width, inner, args.top_k or shape.top_k, shape.experts)
 
 
 def random_normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Array:

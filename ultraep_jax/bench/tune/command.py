@@ -25,7 +25,7 @@ from ultraep_jax.bench import contest
 from ultraep_jax.bench.contest import Choice, Contest, Outcome
 from ultraep_jax.bench.kernels.matmul_problems import DENSE, HOME, PROBLEMS, REPLICA, Problem
 from ultraep_jax.bench.kernels.portable import AXIS
-from ultraep_jax.bench.layer.problem import SHAPES
+from ultraep_jax.bench.layer.problem import SHAPES, TUNED
 from ultraep_jax.bench.tune import matmuls as tune_matmuls
 from ultraep_jax.bench.tune import table as tuning_table
 from ultraep_jax.bench.tune import transfers as tune_transfers
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+  add("--shapes", nargs="+", choices=SHAPES, default=list(TUNED))
   operations = [*PROBLEMS, *tune_transfers.DEFAULTS]
   add(
     "--operations",

@@ -1,0 +1,75 @@
+"""The matrix of models, batches and loads: its cells, loads, floor and summary, and one run."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from ultraep_jax.bench.layer.problem import SHAPES, Shape
+from ultraep_jax.bench.matrix import command, report
+from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, choose
+from ultraep_jax.bench.matrix.floor import Rates, floor
+from ultraep_jax.bench.matrix.loads import choices, highest_ratio, imbalance, load_matrix
+
+
+def test_every_two_of_shape_tokens_and_pass_meet():
+  groups = choose(list(SHAPES), TOKENS, RATIOS, LOADS, PASSES, pairwise=True)
+  assert len(groups) < len(SHAPES) * len(TOKENS) * len(PASSES) / 1.5
+  for i, j in itertools.combinations(range(3), 2):
+    factors = (SHAPES, TOKENS, PASSES)
+    met = {(group[i], group[j]) for group in groups}
+    assert met == set(itertools.product(factors[i], factors[j]))
+  assert all(len(cells) == len(RATIOS) * len(LOADS) for cells in groups.values())
+
+
+@pytest.mark.parametrize("kind", LOADS)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_choices_have_the_ratio_and_are_distinct(kind, ratio):
+  experts, ranks, tokens, top_k = 16, 4, 256, 2
+  index = choices(0, kind, ratio, experts, ranks, tokens, top_k)
+  assert index.shape == (ranks * tokens, top_k)
+  assert (np.diff(np.sort(index, axis=1), axis=1) > 0).all()
+  want = highest_ratio(experts, ranks, top_k) if ratio == "max" else float(ratio)
+  slack = 0.15 if kind == "independent" else 0.02
+  assert imbalance(index, experts, ranks) == pytest.approx(want, abs=slack)
+  assert load_matrix(index, experts, ranks).sum() == index.size
+  assert not np.array_equal(index, choices(1, kind, ratio, experts, ranks, tokens, top_k))
+
+
+def test_floor_is_that_of_its_parts():
+  rates = Rates(flops=1e3, memory=1e3, link=1e2, launch=1.0)
+  shape = Shape(width=4, inner=8, top_k=1, experts=2)
+  found = floor(shape, 2, 10, "forward", rates)
+  assert found.flops == 2 * 10 * 3 * 4 * 8 / 1e3
+  assert found.memory == pytest.approx((96 * 2 + 10 * (2 * 4 + 2 * 8) * 2) / 1e3)
+  assert found.link == pytest.approx(2 * 10 * 0.5 * 4 * 2 / 1e2)  # half the tokens, there and back
+  assert found.seconds == max(found.flops, found.memory) + found.link + found.launches
+  assert floor(shape, 1, 10, "forward", rates).link == 0
+  assert floor(shape, 2, 10, "train", rates).flops == 3 * found.flops
+
+
+def row(**changes):
+  usual = {"shape": "a", "tokens": 4096, "direction": "forward", "loads": "zipf", "before": 1.6}
+  usual |= {"regret": 0.8, "extra_us": -100.0, "of_bound": 0.97, "ideal_over_floor": 1.2}
+  return usual | {"best_unbalanced_ms": 2.0, "ratio": "1.6"} | changes
+
+
+def test_summary_names_the_worst_cells():
+  rows = [row(), row(regret=1.2, shape="bad"), row(tokens=64, extra_us=70.0, shape="small")]
+  lines = report.summarise(rows)
+  assert "1.200 (bad T4096" in lines[0] and "1.000, goal 1.00" in lines[1]
+  assert "70 us" in lines[2] and "0 of 1 above" in lines[2]  # five per cent of 2 ms are 100 us
+  assert "1 of 1 above" in report.summarise([row(tokens=64, extra_us=101.0)])[0]
+  assert report.summarise([]) == ["no cell was measured"]
+
+
+def test_a_run_measures_its_cells_and_writes_them(tmp_path, capsys):
+  flags = "--shapes olmoe --tokens 8 --ratios max --loads flat --passes train --scale 64 --ranks 2"
+  path = tmp_path / "rows.json"
+  assert command.main([*flags.split(), "--repeats", "1", "--json", str(path)]) == 0
+  (found,) = json.loads(path.read_text())["rows"]
+  assert set(found["ms"]) == {"balanced", "none", "none, worst-case buffer", "ideal"}
+  best = min(found["ms"]["none"], found["ms"]["none, worst-case buffer"])
+  assert found["regret"] == pytest.approx(found["ms"]["balanced"] / best)
+  assert found["before"] > 1.9 and "olmoe" in capsys.readouterr().out

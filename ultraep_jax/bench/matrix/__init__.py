@@ -1,0 +1,1 @@
+"""What balancing by default costs and gains: models, batches and loads, beside not balancing."""

@@ -1,0 +1,95 @@
+"""The choices that tokens of a cell make."""
+
+import numpy as np
+
+from ultraep_jax import testing
+from ultraep_jax.bench.matrix.cells import HIGHEST
+
+_SPREAD = 0.7  # of the logarithm of experts' popularity
+_HIGHEST = 0.97  # of what ranks allow: the last experts of the others get something
+
+
+def highest_ratio(experts: int, ranks: int, top_k: int) -> float:
+  """Busiest over mean rank, nearly as high as distinct choices allow.
+
+  >>> highest_ratio(64, 2, 8), highest_ratio(8, 8, 2)
+  (1.94, 3.88)
+  """
+  return round(_HIGHEST * min(ranks, experts / top_k), 2)
+
+
+def choices(
+  seed: int, kind: str, ratio: str, experts: int, ranks: int, tokens: int, top_k: int
+) -> np.ndarray:
+  """``[G * T, K]`` int32, distinct experts of each token.
+
+  ``zipf`` has a few hot experts, ``flat`` is equal over the busiest rank's. With ``independent``
+  every token draws for itself, by lognormal popularity with rank 0's raised to the ratio, so
+  that the sources differ too. A ratio of 1 is exactly even, but for independent tokens.
+
+  Args:
+    seed: of all draws.
+    kind: of ``cells.LOADS``.
+    ratio: busiest over mean rank; ``"max"``: ``highest_ratio``.
+    experts: E.
+    ranks: G.
+    tokens: T, of a rank.
+    top_k: K.
+  """
+  highest = highest_ratio(experts, ranks, top_k)
+  value = highest if ratio == HIGHEST else min(float(ratio), highest)
+  if kind == "independent":
+    return _independent(seed, value, experts, ranks, tokens, top_k)
+  sizes = experts, ranks, tokens, top_k
+  if value == 1:
+    load_GE = testing.balanced_loads(seed, *sizes)
+  elif kind == "flat":
+    load_GE = testing.flat_loads(seed, *sizes, value)
+  else:
+    load_GE = _steepest_zipf(seed, sizes, value)
+  return testing.expert_indices(seed, load_GE, top_k).reshape(-1, top_k).astype(np.int32)
+
+
+def _steepest_zipf(seed: int, sizes: tuple[int, int, int, int], ratio: float) -> np.ndarray:
+  """Zipf loads of the ratio; where their form does not reach it, flat ones."""
+  try:
+    return testing.zipf_loads(seed, *sizes, ratio)
+  except ValueError:
+    return testing.flat_loads(seed, *sizes, ratio)
+
+
+def _independent(
+  seed: int, ratio: float, experts: int, ranks: int, tokens: int, top_k: int
+) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  home = experts // ranks
+  popularity_E = rng.normal(0.0, _SPREAD, experts)
+  popularity_E -= np.repeat(_log_sum(popularity_E.reshape(ranks, home)), home)  # ranks alike
+  noise_AE = rng.gumbel(size=(ranks * tokens, experts)).astype(np.float32)
+
+  def draw(warmth: float) -> np.ndarray:
+    score_AE = noise_AE + (popularity_E + warmth * (np.arange(experts) < home)).astype(np.float32)
+    return np.argpartition(-score_AE, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+  low, high = 0.0, 20.0
+  for _ in range(10):  # the share of rank 0 grows with its warmth
+    middle = (low + high) / 2
+    share = np.mean(draw(middle) < home)
+    low, high = (middle, high) if share * ranks < ratio else (low, middle)
+  return draw(low if ratio == 1 else high)
+
+
+def _log_sum(values_GM: np.ndarray) -> np.ndarray:
+  return np.log(np.exp(values_GM).sum(axis=1))
+
+
+def imbalance(index: np.ndarray, experts: int, ranks: int) -> float:
+  """Busiest over mean rank, by homes."""
+  rank_G = np.bincount(index.reshape(-1) // (experts // ranks), minlength=ranks)
+  return float(rank_G.max() / rank_G.mean())
+
+
+def load_matrix(index: np.ndarray, experts: int, ranks: int) -> np.ndarray:
+  """``[G, E]``, from the choices of all ranks' tokens in turn."""
+  parts = index.reshape(ranks, -1)
+  return np.stack([np.bincount(part, minlength=experts) for part in parts])
