@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ultraep_jax.bench.covering import covering_array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import unordered_loops
 
 import ultraep_jax as uep
+from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.moe import home_rows
 from ultraep_jax.planning.relay import transfer_tree
 from ultraep_jax.testing import dense_moe
