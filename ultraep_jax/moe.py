@@ -110,15 +110,13 @@ def measured_moe(
     plan = plan._replace(replica_expert=none_GS, parent=none_GS)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   # A buffer for every assignment of every rank, as on one rank, never needs a second round.
-  num_rounds = copied = None
+  num_rounds = None
   if capacity < num_ranks * expert_index_TK.size:
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
-    any_copy = jnp.any(plan.replica_expert >= 0).astype(jnp.int32)
-    needs = jnp.stack([route.num_rounds(plan, capacity), any_copy])
-    num_rounds, copied = mesh_max(needs, same_along=axis_name)
+    num_rounds = mesh_max(route.num_rounds(plan, capacity), same_along=axis_name)
 
   routing = rounds.Routing(
-    plan.replica_expert, plan.parent, home_rows(plan.quota), routes, num_rounds, copied
+    plan.replica_expert, plan.parent, home_rows(plan.quota), routes, num_rounds
   )
   routing = rounds.named(routing, PLAN_NAME)
   implementations = implementation.resolve(config.implementation)

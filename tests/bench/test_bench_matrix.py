@@ -65,7 +65,8 @@ def test_summary_names_the_worst_cells():
 
 
 def test_a_run_measures_its_cells_and_writes_them(tmp_path, capsys):
-  flags = "--shapes mixtral-8x7b --tokens 8 --ratios max --loads flat --passes forward --scale 128 --ranks 2"
+  flags = "--shapes mixtral-8x7b --scale 128 --ranks 2 --tokens 8 --passes forward"
+  flags += " --ratios max --loads flat"
   path = tmp_path / "rows.json"
   assert command.main([*flags.split(), "--repeats", "1", "--json", str(path)]) == 0
   (found,) = json.loads(path.read_text())["rows"]

@@ -18,7 +18,6 @@ import ultraep_jax as uep
 from pallas_kernels.transfer import chunks, combine, tiles
 from pallas_kernels.transfer import replicate as replicate_kernel
 from ultraep_jax import implementation
-from ultraep_jax.compute import rounds as rounds_lib
 
 CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", implementation="mosaic_gpu")
 
@@ -70,46 +69,6 @@ def test_equals_dense(ranks, data, changes, small_kernels):
     assert int(jnp.sum(stats.replicas)) > 0
   else:
     assert int(jnp.max(stats.rounds)) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "loads, capacity_factor, replicas, rounds",
-  [
-    (["balanced"], 1.25, [0], 1),
-    (["skewed"], 1.25, [1], 1),
-    (["balanced", "all-to-one"], 1.5, [0, 1], 1),  # groups that disagree
-    (["balanced", "all-to-one"], 1.0, [0, 1], 2),  # one slot takes one of three experts
-  ],
-  ids=["no copies", "copies", "copies in one group", "rounds in one group"],
-)
-def test_branches_of_forward(loads, capacity_factor, replicas, rounds, small_kernels, monkeypatch):
-  """Without gradients there is a branch for plans without copies, and one for several rounds."""
-  mesh = make_mesh(4 // len(loads), len(loads))
-  sizes = {"home_experts": 3, "top_k": 3, "tokens": 8, "width": 128}
-  problem, *others = (make_problem(mesh, load=load, **sizes) for load in loads)
-  parts = [each.expert_index for each in (problem, *others)]  # a group's tokens of each
-  index = jnp.concatenate([jnp.split(part, len(loads))[n] for n, part in enumerate(parts)])
-  problem = dataclasses.replace(problem, expert_index=index)
-  config = dataclasses.replace(CONFIG, capacity_factor=capacity_factor)
-  taken = []
-
-  def without_copies(*arguments):
-    y_TD = compute(*arguments)
-    jax.debug.callback(lambda: taken.append(True))
-    return y_TD
-
-  compute = rounds_lib._without_copies
-  monkeypatch.setattr(rounds_lib, "_without_copies", without_copies)
-  with interpreted(), jax.set_mesh(mesh):
-    apply = jax.jit(layer(problem, config))
-    y, stats = apply(problem.x, problem.expert_index, problem.gate, problem.weights)
-    jax.block_until_ready(y)
-    jax.effects_barrier()
-  assert relative_error(y, dense(problem)[0]) < 1e-5
-  assert (stats.replicas > 0).astype(int).ravel().tolist() == replicas
-  assert int(jnp.max(stats.rounds)) == rounds
-  assert len(taken) == (0 if any(replicas) else mesh.size)
 
 
 SHAPES = {

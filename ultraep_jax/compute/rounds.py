@@ -48,7 +48,6 @@ class Routing(NamedTuple):
   home_rows_G: Array  # of each rank, those that its home experts compute
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
-  copied: Array | None  # 1 if any rank of the mesh gets a copy, else 0; None where rounds is
 
 
 class _Start(NamedTuple):
@@ -81,43 +80,13 @@ def experts_on_tokens(
 ) -> Array:
   """``[T, D]``, each token's experts' outputs weighted by its gates.
 
-  Where nothing is kept for backward, kernels get a branch around the rounds. The host reads their
-  number, and waits for what comes before. Were that the first round, as it is in training, the
-  GPU would then wait for the launches of all small kernels up to the next layer's dispatch. As it
-  reads anyway, a plan without copies has a branch of its own, which is that of a layer without
-  slots: no tables for copies, and no matmul in two parts.
+  Where the number of rounds is not known while tracing, the host reads it, and waits. It does so
+  behind the first round, so that the launches of that round never wait.
   """
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-
-  @jax.jit  # twice in the program, traced and lowered once
-  def first_round() -> tuple[Array, ExpertWeights]:
-    out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
-    return _combine(out, first), out.copies
-
-  more_rounds = functools.partial(_more_rounds, static, x_TD, gate_TK, replicas, routing)
-  if routing.rounds is None or "mosaic_gpu" not in static.implementations:
-    return more_rounds(*first_round())
-  branches = [lambda: first_round()[0], lambda: more_rounds(*first_round())]
-  branch = (routing.rounds > 1).astype(jnp.int32)
-  if routing.copied is not None and routing.replica_expert_GS.shape[1]:
-    branches.insert(0, lambda: _without_copies(static, x_TD, replicas, routing, start))
-    branch = jnp.where(routing.rounds > 1, 2, routing.copied)
-  return lax.switch(branch, branches)
-
-
-def _without_copies(
-  static: Static, x_TD: Array, replicas: replicate.Replicas, routing: Routing, start: _Start
-) -> Array:
-  """The only round of a plan that leaves all slots empty."""
-  none_GS = routing.replica_expert_GS[:, :0]
-  at_home_P = routing.routes.group_size_P[: replicas.home.wo.shape[0]]
-  routing = routing._replace(
-    replica_expert_GS=none_GS,
-    parent_GS=none_GS,
-    routes=routing.routes._replace(group_size_P=at_home_P),
-  )
-  return _combine(*_run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False))
+  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
+  return _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
 
 
 def _forward(
