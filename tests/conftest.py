@@ -1,13 +1,16 @@
-"""Eight virtual CPU devices, strict promotion and deterministic property tests for every test."""
+"""Eight virtual CPU devices, strict promotion, deterministic property tests and kept programs."""
 
 import os
 from collections.abc import Iterator
+
+import kept_programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
   )
+os.environ.update(kept_programs.settings())
 
 import hypothesis
 import jax
@@ -20,6 +23,11 @@ hypothesis.settings.register_profile(
   "deterministic", derandomize=True, deadline=None, max_examples=50, database=None
 )
 hypothesis.settings.load_profile("deterministic")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  if not hasattr(config, "workerinput"):  # once a run
+    kept_programs.trim(kept_programs.folder())
 
 
 @pytest.fixture(scope="module", autouse=True)
