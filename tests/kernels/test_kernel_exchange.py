@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering_array
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 
@@ -129,7 +130,14 @@ def test_dispatch_scaled_multiplies_on_arrival(problem):
       np.testing.assert_array_equal(got, expected[group, source, token])
 
 
-@pytest.mark.parametrize("weighted", [True, False])
+UNWEIGHTED = ("more tokens than a step", "two axes")  # the same loops, without a factor
+
+
+@pytest.mark.parametrize(
+  "problem, weighted",
+  [*((case, True) for case in CASES), *((case, False) for case in UNWEIGHTED)],
+  indirect=["problem"],
+)
 def test_combine_sums_the_rows_of_each_token(problem, weighted):
   rng, axes, dest, row, capacity = problem
   num_groups, ranks = dest.shape[:2]
@@ -164,13 +172,18 @@ def test_combine_sums_the_rows_of_each_token(problem, weighted):
 # --- lowering --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axes", [ONE_AXIS, TWO_AXES], ids=["one axis", "two axes"])
-@pytest.mark.parametrize(
-  "tokens, top_k, width, dtype",
-  [(4096, 8, 7168, "bfloat16"), (8192, 8, 4096, "bfloat16"), (1, 1, 128, "float32")],
-)
-def test_lowers_for_gpus(tokens, top_k, width, dtype, axes, check_vma):
+FACTORS = {
+  # tokens, top_k, width, dtype
+  "size": [(4096, 8, 7168, "bfloat16"), (8192, 8, 4096, "bfloat16"), (1, 1, 128, "float32")],
+  "axes": [ONE_AXIS, TWO_AXES],
+  "check_vma": [True, False],
+}
+
+
+@pytest.mark.parametrize("case", covering_array(FACTORS)[0], ids=str)
+def test_lowers_for_gpus(case):
+  tokens, top_k, width, dtype = case["size"]
+  axes, check_vma = case["axes"], case["check_vma"]
   lead = groups(axes)
   capacity = tokens * top_k
 

@@ -11,7 +11,7 @@ def pairs_of(case: Mapping[str, object]) -> set[tuple]:
 
 
 def covering_array(
-  factors: Mapping[str, Sequence[object]], possible: Callable[[Case], bool]
+  factors: Mapping[str, Sequence[object]], possible: Callable[[Case], bool] = lambda case: True
 ) -> tuple[list[Case], set[tuple]]:
   """Greedy pairwise covering array, and the pairs that it covers: all that can occur."""
   names = sorted(factors)
