@@ -102,7 +102,10 @@ def measured_moe(
   num_tokens, top_k = expert_index_TK.shape
   capacity = route.row_capacity(num_tokens, top_k, num_ranks, config)
   load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
-  plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
+  if config.domain_size == 1 or num_ranks == 1:
+    plan = strategies.none.plan(load_GE, config)  # the only one, as copies never leave a domain
+  else:
+    plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer import peers, tiles
 
 Array = jax.Array
 
@@ -93,7 +93,7 @@ def pieces(width: int, most: int) -> list[tuple[int, int]]:
 def peer(index: int, axis_name: str) -> Array:
   """The ``index``-th rank after this one, so that not all ranks begin with the same."""
   num_ranks = lax.axis_size(axis_name)
-  return lax.rem(lax.axis_index(axis_name) + jnp.int32(index), jnp.int32(num_ranks))
+  return lax.rem(peers.rank(axis_name) + jnp.int32(index), jnp.int32(num_ranks))
 
 
 def leads(dest_TK: Array) -> Array:

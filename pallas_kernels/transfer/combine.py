@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
-from pallas_kernels.transfer import chunks
+from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal, Tuning
 from pallas_kernels.warp.branches import cond, when
@@ -125,7 +125,7 @@ def _kernel(
   slot = lax.axis_index(tiling.WORKER_AXIS)
   loaded, sent = all_loaded.at[slot], all_sent.at[slot]
   worker = lax.axis_index(tiling.BLOCK_AXIS) * all_lines.shape[0] + slot
-  rank, num_ranks = lax.axis_index(axis_name), lax.axis_size(axis_name)
+  rank, num_ranks = peers.rank(axis_name), lax.axis_size(axis_name)
 
   def load(source: Any, target: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -174,8 +174,7 @@ def _kernel(
           staged = all_buffers.at[slot, pl.ds(0, length)]
           staged[...] = sum_D.astype(rows_ref.dtype)
           plgpu.commit_smem()
-          device: Any = {axis_name: to}  # a type that remote_ref takes and does not declare
-          target = plgpu.remote_ref(sums_ref, device)
+          target = peers.remote_ref(sums_ref, to, axis_name)
           place = target.at[rank, chunk * deal.chunk + token, pl.ds(start, length)]
           plgpu.copy_smem_to_gmem(staged, place)
 
@@ -185,7 +184,7 @@ def _kernel(
 
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
     for index in range(num_ranks):
-      pl.semaphore_signal(sent.at[rank], device_id={axis_name: chunks.peer(index, axis_name)})
+      peers.signal(sent.at[rank], chunks.peer(index, axis_name), axis_name)
 
   def add_chunk(step: Array) -> None:
     """Adds what all ranks sent of a chunk."""

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
-from pallas_kernels.transfer import chunks
+from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal, Tuning
 from pallas_kernels.transfer.tiles import Tiles
@@ -147,7 +147,7 @@ def _launch(
   deal = Deal.of(num_tokens, top_k, tuning)
   sends_TK = chunks.leads(dest_TK)
   if product is None:  # what this rank computes itself it writes into all rows at once
-    sends_TK |= dest_TK == lax.axis_index(axis_name)
+    sends_TK |= dest_TK == peers.rank(axis_name)
   send = deal.table(jnp.where(sends_TK, dest_TK * capacity + row_TK, -1), -1)
   received = deal.table(received_GTK, -1)
   send, received, *rows = varying.vary_alike(
@@ -211,7 +211,7 @@ def _kernel(
   loaded, sent = all_loaded.at[slot], all_sent.at[slot]
   worker, num_ranks = tiling.worker_index(tuning), lax.axis_size(axis_name)
   # Who is told that a chunk has landed: the others, and with products to make this rank too.
-  peers = range(0 if scaled else 1, num_ranks)
+  told = range(0 if scaled else 1, num_ranks)
 
   def load(source: Any, target: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -268,8 +268,7 @@ def _kernel(
           @when(code >= 0)
           def _() -> None:
             rank, row = lax.div(code, jnp.int32(capacity)), lax.rem(code, jnp.int32(capacity))
-            device: Any = {axis_name: rank}  # a type that remote_ref takes and does not declare
-            target = plgpu.remote_ref(rows_refs[array], device)
+            target = peers.remote_ref(rows_refs[array], rank, axis_name)
             plgpu.copy_smem_to_gmem(buffer, target.at[row, part])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -277,13 +276,13 @@ def _kernel(
       when(wanted >= 0)(lambda: each_tile(send_tile))
 
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    for index in peers:
+    for index in told:
       rank = chunks.peer(index, axis_name)
-      pl.semaphore_signal(sent.at[lax.axis_index(axis_name)], device_id={axis_name: rank})
+      peers.signal(sent.at[peers.rank(axis_name)], rank, axis_name)
 
   def spread_chunk(step: Array) -> None:
     """Copies what was sent of a chunk to the other rows of its tokens; products to all."""
-    for index in peers:
+    for index in told:
       rank = chunks.peer(index, axis_name)
       pl.semaphore_wait(sent.at[rank])
       load_line(received_ref.at[rank, deal.chunk_index(step, worker)], all_lines)

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer import trees
 from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
 from pallas_kernels.transfer.trees import Trees
 from pallas_kernels.warp.branches import one_if, when
@@ -108,7 +108,7 @@ def reduction(
   buffer = plgpu.SMEM((tuning.workers, -(-length // _UNIT) * _UNIT), jnp.float32)
   if (shared := 2 * 4 * math.prod(buffer.shape)) > tiling.SHARED_BYTES:
     raise ValueError(f"tuning: expected at most {tiling.SHARED_BYTES} shared bytes, got {shared}")
-  work = _work_list(replica_expert_GS, parent_GS, lax.axis_index(axis_name), homes[0].shape[0])
+  work = _work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
   rows = [replica.reshape(num_slots, -1) for replica in replicas]
   axes = varying.axes_of(work, *rows, *homes)
   sums = varying.untyped([home.reshape(home.shape[0], -1) for home in homes])
@@ -226,7 +226,7 @@ def _kernel(
   )
   num_workers, worker = tuning.blocks * tuning.workers, tiling.worker_index(tuning)
   num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
-  rank = lax.axis_index(axis_name)
+  rank = peers.rank(axis_name)
   num_tiles = tiling.count(tiles, worker, num_workers)
 
   def load(source: Any, target: Any, loaded: Any) -> None:
@@ -234,9 +234,6 @@ def _kernel(
 
   load(work_ref, work_buffer, own_loaded)
   plgpu.barrier_wait(own_loaded)
-
-  def device(rank: Array) -> Any:
-    return {axis_name: rank}
 
   def node(index: Array, column: int) -> Array:
     return work_buffer[_Fields.node(num_nodes, index, column)]
@@ -266,22 +263,23 @@ def _kernel(
 
       @when(step + _INBOX < num_tiles)
       def _() -> None:
-        sender = device(lax.div(child, num_slots))
-        pl.semaphore_signal(acknowledged.at[lax.rem(child, num_slots)], device_id=sender)
+        sender = lax.div(child, num_slots)
+        peers.signal(acknowledged.at[lax.rem(child, num_slots)], sender, axis_name)
 
   def send(step: Array, slot: Array, parent: Array, length: int) -> None:
     """Sends the own tile of a slot to the inbox of its parent."""
     there = place(rank * num_slots + slot, parent)
-    peer, part = device(parent), pl.ds(0, length)
+    part = pl.ds(0, length)
 
     @when(step >= _INBOX)
     def _() -> None:
       pl.semaphore_wait(acknowledged.at[slot])
 
-    target = plgpu.remote_ref(inbox_ref, peer).at[worker, lax.rem(step, _INBOX), there, part]
+    inbox = peers.remote_ref(inbox_ref, parent, axis_name)
+    target = inbox.at[worker, lax.rem(step, _INBOX), there, part]
     plgpu.copy_smem_to_gmem(own_buffer.at[part], target)
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    pl.semaphore_signal(arrived.at[there], device_id=peer)
+    peers.signal(arrived.at[there], parent, axis_name)
 
   def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""

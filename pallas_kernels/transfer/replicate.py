@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer import trees
 from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
 from pallas_kernels.transfer.trees import Trees
 from pallas_kernels.warp.branches import when
@@ -101,7 +101,7 @@ def replication(
   tiles = tiling.cut("arrays", arrays, tuning)
   num_home = arrays[0].shape[0]
   turn_N = _turns(replica_expert_GS, home_rows_G)
-  work = _work_list(replica_expert_GS, parent_GS, turn_N, lax.axis_index(axis_name), num_home)
+  work = _work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
   work, *rows = varying.vary_alike(work, *[array.reshape(num_home, -1) for array in arrays])
 
   def finish(copies: Sequence[Array]) -> list[Array]:
@@ -238,13 +238,13 @@ def _kernel(
   def copy_field(index: Array, column: int) -> Array:
     return all_works[worker, _Fields.copy(num_slots, index, column)]
 
-  def child(index: Array) -> tuple[Any, Array]:
+  def child(index: Array) -> tuple[Array, Array]:
     slot = copy_field(index, _Fields.CHILD)
-    return {axis_name: lax.div(slot, num_slots)}, lax.rem(slot, num_slots)
+    return lax.div(slot, num_slots), lax.rem(slot, num_slots)
 
   def announce(index: Array) -> None:
     rank, slot = child(index)
-    pl.semaphore_signal(landed.at[slot], device_id=rank)
+    peers.signal(landed.at[slot], rank, axis_name)
 
   def send(begin: Array, each: Tiles, offset: Array) -> Array:
     """Sends a tile of one source; copies from ``begin`` on. Returns where those of the next are."""
@@ -267,7 +267,8 @@ def _kernel(
     @pl.loop(begin, end)
     def _(index: Array) -> None:
       rank, slot = child(index)
-      plgpu.copy_smem_to_gmem(buffer, plgpu.remote_ref(replica_ref, rank).at[slot, part])
+      target = peers.remote_ref(replica_ref, rank, axis_name)
+      plgpu.copy_smem_to_gmem(buffer, target.at[slot, part])
 
     @when(relayed_end > begin)
     def _() -> None:

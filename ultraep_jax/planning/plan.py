@@ -120,9 +120,10 @@ def home_quota(load_GE: Array) -> Array:
     ValueError: a shape, a load or the total is not as in ``plan_quotas``.
   """
   check_load(load_GE)
-  num_ranks = load_GE.shape[0]
-  no_GS = jnp.zeros((num_ranks, 0), jnp.int32)
-  return _quota(jnp.sum(load_GE, axis=0, dtype=jnp.int32), num_ranks, no_GS, no_GS)
+  num_ranks, num_experts = load_GE.shape
+  load_E1 = jnp.sum(load_GE, axis=0, dtype=jnp.int32)[:, None]
+  home_E1 = (jnp.arange(num_experts) // (num_experts // num_ranks))[:, None]
+  return jnp.where(home_E1 == jnp.arange(num_ranks)[None, :], load_E1, 0)
 
 
 def check_load(load_GE: Array) -> None:

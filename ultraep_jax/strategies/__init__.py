@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.strategies import eplb as eplb
-from ultraep_jax.strategies import eplb_plus, exact, ideal, none, quota
+from ultraep_jax.strategies import eplb_plus, exact, ideal, quota
 from ultraep_jax.strategies import lplb as lplb
+from ultraep_jax.strategies import none as none
 from ultraep_jax.types import Array, Plan, PlanCost
 
 Planner = Callable[[Array, BalanceConfig, PlanCost | None], Plan]
