@@ -13,18 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ultraep_jax import gating as gating_lib
-from ultraep_jax.checks import check_config
+from ultraep_jax.checks import check_config, check_divides
 from ultraep_jax.config import BalanceConfig, Implementation, check_int
 from ultraep_jax.gating import Gating, GatingConfig
-from ultraep_jax.mesh import is_explicit, shard
-from ultraep_jax.moe import copy_bytes
-from ultraep_jax.sharded import (
-  check_divides,
-  layer_stats,
-  measured_sharded_moe,
-  resolve_token_axes,
-)
-from ultraep_jax.stats import Measured
+from ultraep_jax.mesh import is_explicit, resolve_token_axes, shard
+from ultraep_jax.sharded import measured_sharded_moe
+from ultraep_jax.stats import Measured, layer_stats
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 Activation = Callable[[Array], Array]
@@ -79,8 +73,8 @@ def apply_moe(
 ) -> tuple[Array, MoEAux]:
   """The block as a pure function of its parameters, named as in ``nnx.MoE``."""
   y, routed, measured = measured_block(params, x, mask, bias_E, block)
-  stats = block_stats(measured, params, y.dtype, block)
-  return y, MoEAux(stats, routed.load_balance_loss, routed.router_z_loss, routed.expert_load_E)
+  losses = (routed.load_balance_loss, routed.router_z_loss)
+  return y, MoEAux(layer_stats(measured), *losses, routed.expert_load_E)
 
 
 def measured_block(
@@ -90,7 +84,7 @@ def measured_block(
   bias_E: Array | None,
   block: Block,
 ) -> tuple[Array, Routed, Measured]:
-  """``apply_moe``, with what ``block_stats`` makes its statistics of."""
+  """``apply_moe``, with what ``layer_stats`` makes its statistics of."""
   gating, config, activation, dtype, axis_name, token_axes = block
   check_config(config)
   check_mesh(axis_name, gating.num_experts)
@@ -100,7 +94,7 @@ def measured_block(
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
   mesh = jax.sharding.get_abstract_mesh()
   token_axes = resolve_token_axes(mesh, axis_name, token_axes)
-  check_divides(mesh, token_axes, x)
+  check_divides(x, mesh, token_axes)
   routed = _route(x, params["router"], bias_E, mask, gating, config.implementation, token_axes)
   y, measured = measured_sharded_moe(
     x,
@@ -116,33 +110,6 @@ def measured_block(
     wi_gate, wi_up, wo = (params["shared_" + n].astype(x.dtype) for n in ExpertWeights._fields)
     y += jnp.matmul(activation(jnp.matmul(x, wi_gate)) * jnp.matmul(x, wi_up), wo)
   return y, routed, measured
-
-
-def block_stats(
-  measured: Measured,
-  params: dict[str, Array],
-  dtype: DTypeLike,
-  block: Block,
-  *,
-  scanned: bool = False,
-) -> LayerStats:
-  """The statistics of ``measured_block``; of several, stacked, at once with ``scanned``.
-
-  Args:
-    measured: by the blocks.
-    params: of a block, or stacked as well; only their shapes matter.
-    dtype: of the computation.
-    block: what the blocks have in common.
-    scanned: whether there is a first axis of blocks.
-  """
-  return layer_stats(
-    measured,
-    copy_bytes(jnp.dtype(dtype), _experts(params)),
-    block.config.domain_size,
-    axis_name=block.axis_name,
-    token_axes=block.token_axes,
-    scanned=scanned,
-  )
 
 
 def _experts(params: dict[str, Array]) -> ExpertWeights:

@@ -1,13 +1,15 @@
 """Checks of a layer's arguments at trace time; every error says what was expected and got."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.core import Tracer
 
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.mesh import Mesh
 from ultraep_jax.types import Array, ExpertWeights, Plan
 
 
@@ -91,31 +93,52 @@ def check_activation(activation: Any, shape: tuple[int, ...], dtype: Any) -> Non
 
 
 def check_layer(
-  x_TD: Array,
-  expert_index_TK: Array,
-  gate_TK: Array,
+  x: Array,
+  expert_index: Array,
+  gate: Array,
   weights: ExpertWeights,
+  activation: Any,
   config: BalanceConfig,
+  mesh: Mesh,
   axis_name: str,
-) -> int:
-  """Checks the arguments of ``moe`` and returns G, the size of its mesh axis."""
+  token_axes: tuple[str, ...] | None,
+) -> None:
+  """Checks the arguments of ``sharded_moe``, or without ``token_axes`` of ``moe``, all at once.
+
+  Raises:
+    ValueError: shapes, sizes or concrete indices do not fit.
+    TypeError: a type or dtype is wrong.
+  """
   check_config(config)
-  mesh = jax.sharding.get_abstract_mesh()
-  if axis_name not in mesh.manual_axes:
+  local = token_axes is None
+  if getattr(x, "ndim", 2) < 2 or (local and getattr(x, "ndim", 2) > 2):
+    expected = "[T, D]" if local else "[N, ..., D]"
+    raise ValueError(f"x: expected shape {expected}, got {list(x.shape)}")
+  check_array("x", x, getattr(x, "shape", ()), jnp.floating)
+  check_compute_dtype("x", x)
+  check_array("expert_index", expert_index, (*x.shape[:-1], "K"), jnp.integer)
+  check_array("gate", gate, expert_index.shape, jnp.floating)
+  check_weights(weights, "M" if local else "E", x.shape[-1])
+  check_activation(activation, (8, weights.wo.shape[1]), x.dtype)
+  num_ranks = mesh.shape[axis_name]
+  tokens = math.prod(x.shape[:-1]) // (1 if local else check_divides(x, mesh, token_axes))
+  num_experts = weights.wo.shape[0] * (num_ranks if local else 1)
+  check_sizes(tokens, expert_index.shape[-1], num_experts, num_ranks, config)
+  check_expert_index(expert_index, num_experts)
+
+
+def check_divides(x: Array, mesh: Mesh, token_axes: tuple[str, ...]) -> int:
+  """The devices along the axes, unless these do not divide the first axis of ``x``.
+
+  Raises:
+    ValueError: they do not.
+  """
+  parts = math.prod(mesh.shape[axis] for axis in token_axes)
+  if x.shape[0] % parts:
     raise ValueError(
-      f"axis_name: expected a manual axis of the enclosing shard_map, {mesh.manual_axes}, "
-      f"got {axis_name!r}"
+      f"x: expected a first axis divisible by {parts} (mesh axes {token_axes}), got {x.shape[0]}"
     )
-  num_ranks = lax.axis_size(axis_name)
-  check_array("x_TD", x_TD, ("T", "D"), jnp.floating)
-  check_compute_dtype("x_TD", x_TD)
-  tokens, width = x_TD.shape
-  check_array("expert_index_TK", expert_index_TK, (tokens, "K"), jnp.integer)
-  check_array("gate_TK", gate_TK, (tokens, expert_index_TK.shape[1]), jnp.floating)
-  check_weights(weights, "M", width)
-  num_experts = weights.wo.shape[0] * num_ranks
-  check_sizes(tokens, expert_index_TK.shape[1], num_experts, num_ranks, config)
-  return num_ranks
+  return parts
 
 
 def check_sizes(
@@ -144,3 +167,26 @@ def check_sizes(
       "assignments: expected ranks * tokens * top_k below 2**31 (int32 counts), "
       f"got {num_ranks} * {tokens} * {top_k}"
     )
+
+
+def check_expert_index(expert_index: Array, num_experts: int) -> None:
+  """Raises if a concrete index is outside ``[-1, num_experts)``; traced values pass.
+
+  An eager call waits for the values. Of several processes, each checks what it holds.
+
+  Raises:
+    ValueError: names the range and the first offender.
+  """
+  if isinstance(expert_index, Tracer):
+    return
+  if isinstance(expert_index, jax.Array):
+    shards = [shard.data for shard in expert_index.addressable_shards if shard.replica_id == 0]
+  else:
+    shards = [expert_index]
+  for values in map(np.asarray, shards):
+    wrong = values[(values < -1) | (values >= num_experts)]
+    if wrong.size:
+      raise ValueError(
+        f"expert_index: expected values in [-1, {num_experts}), got {wrong.flat[0]} "
+        f"({wrong.size} outside)"
+      )

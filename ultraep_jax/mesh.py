@@ -1,12 +1,14 @@
-"""Mesh axes: whether they are Explicit, what varies over manual ones, and agreement across them."""
+"""Mesh axes: which tokens are on, Explicit ones, what varies over manual ones, agreement."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from ultraep_jax.types import Array
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def is_explicit() -> bool:
@@ -19,6 +21,35 @@ def shard(value: Array, spec: PartitionSpec) -> Array:
   if is_explicit():
     return jax.reshard(value, spec)
   return lax.with_sharding_constraint(value, spec)
+
+
+def resolve_token_axes(
+  mesh: Mesh, axis_name: str, token_axes: Sequence[str] | None
+) -> tuple[str, ...]:
+  """The mesh axes of tokens, ``None`` resolved.
+
+  Raises:
+    ValueError: the mesh does not have the axes, or other kinds of axes than all Auto or Explicit.
+  """
+  if axis_name not in mesh.axis_names:
+    raise ValueError(
+      f"axis_name: expected an axis of the mesh, {mesh.axis_names}, got {axis_name!r}; set one "
+      'with jax.set_mesh(jax.make_mesh((ranks,), ("expert",)))'
+    )
+  if AxisType.Manual in mesh.axis_types:
+    raise ValueError(
+      f"mesh: expected no manual axis, got {mesh}; inside shard_map call ultraep_jax.moe"
+    )
+  if len(set(mesh.axis_types)) > 1:
+    raise ValueError(f"mesh: expected all axes Auto or all Explicit, got {mesh}")
+  if token_axes is None:
+    token_axes = [axis for axis in ("data",) if axis in mesh.axis_names] + [axis_name]
+  if axis_name not in token_axes or not set(token_axes) <= set(mesh.axis_names):
+    raise ValueError(
+      f"token_axes: expected axes of {mesh.axis_names} with {axis_name!r} among them, "
+      f"got {tuple(token_axes)}"
+    )
+  return tuple(token_axes)
 
 
 def varying_axes(*trees: object) -> frozenset[str]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax import implementation, stats, strategies
-from ultraep_jax.checks import check_activation, check_layer, check_plan
+from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.compute import rounds
 from ultraep_jax.compute.experts import Activation
 from ultraep_jax.config import BalanceConfig
@@ -64,6 +64,15 @@ def moe(
     ValueError: shapes or sizes do not fit.
     TypeError: a dtype is wrong.
   """
+  mesh = jax.sharding.get_abstract_mesh()
+  if axis_name not in mesh.manual_axes:
+    raise ValueError(
+      f"axis_name: expected a manual axis of the enclosing shard_map, {mesh.manual_axes}, "
+      f"got {axis_name!r}"
+    )
+  check_layer(
+    x_TD, expert_index_TK, gate_TK, weights, activation, config, mesh, axis_name, token_axes=None
+  )
   y_TD, measured = measured_moe(
     x_TD,
     expert_index_TK,
@@ -73,9 +82,8 @@ def moe(
     axis_name=axis_name,
     activation=activation,
   )
-  counts = stats.sum_counts(measured.count_X, axis_name)
-  size = copy_bytes(x_TD.dtype, weights)
-  return y_TD, stats.layer_stats(measured, counts, size, config.domain_size)
+  count_GX = lax.all_gather(measured.count_GX, axis_name, tiled=True, to="invarying")
+  return y_TD, stats.layer_stats(measured._replace(count_GX=count_GX))
 
 
 def measured_moe(
@@ -88,11 +96,9 @@ def measured_moe(
   axis_name: str,
   activation: Activation,
 ) -> tuple[Array, stats.Measured]:
-  """``moe``, with what its statistics are made of instead of these."""
-  num_ranks = check_layer(x_TD, expert_index_TK, gate_TK, weights, config, axis_name)
-  check_activation(activation, (8, weights.wo.shape[1]), x_TD.dtype)
+  """``moe`` of checked arguments, with what its statistics are made of instead of these."""
+  num_ranks = lax.axis_size(axis_name)
   num_experts = weights.wo.shape[0] * num_ranks
-  load.check_expert_index(expert_index_TK, num_experts)
   expert_index_TK = expert_index_TK.astype(jnp.int32)
   rank = lax.axis_index(axis_name)
   strategy = strategies.resolve(config.strategy)
@@ -144,7 +150,16 @@ def measured_moe(
     to_varying(routing, axes),
   )
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
-  return y_TD, stats.measure(expert_index_TK, load_GE, plan, routes, rounds_run)
+  measured = stats.measure(
+    expert_index_TK,
+    load_GE,
+    plan,
+    routes,
+    rounds_run,
+    copy_bytes=copy_bytes(x_TD.dtype, weights),
+    domain_size=config.domain_size,
+  )
+  return y_TD, measured
 
 
 def home_rows(quota_EG: Array) -> Array:

@@ -1,18 +1,16 @@
 """The balanced MoE layer on global arrays and the context mesh."""
 
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ultraep_jax import checks, stats
+from ultraep_jax.checks import check_layer
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.moe import Activation, copy_bytes, measured_moe
-from ultraep_jax.planning import load
+from ultraep_jax.mesh import resolve_token_axes
+from ultraep_jax.moe import Activation, measured_moe
+from ultraep_jax.stats import Measured, layer_stats
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 
@@ -77,14 +75,7 @@ def sharded_moe(
     activation=activation,
     mesh=mesh,
   )
-  return y, layer_stats(
-    measured,
-    copy_bytes(x.dtype, weights),
-    config.domain_size,
-    axis_name=axis_name,
-    token_axes=token_axes,
-    mesh=mesh,
-  )
+  return y, layer_stats(measured)
 
 
 def measured_sharded_moe(
@@ -98,14 +89,14 @@ def measured_sharded_moe(
   token_axes: Sequence[str] | None = None,
   activation: Activation = jax.nn.silu,
   mesh: jax.sharding.Mesh | None = None,
-) -> tuple[Array, stats.Measured]:
+) -> tuple[Array, Measured]:
   """``sharded_moe``, with what ``layer_stats`` makes its statistics of.
 
-  What is measured has a leading axis of token groups; ``count_X`` one of all ranks instead.
+  It has a leading axis of token groups.
   """
   context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   axes = resolve_token_axes(context, axis_name, token_axes)
-  _check(x, expert_index, gate, weights, config, context, axis_name, axes)
+  check_layer(x, expert_index, gate, weights, activation, config, context, axis_name, axes)
   return _run(
     x,
     expert_index,
@@ -117,60 +108,6 @@ def measured_sharded_moe(
     activation=activation,
     mesh=mesh,
   )
-
-
-def layer_stats(
-  measured: stats.Measured,
-  bytes_of_copy: int,
-  domain_size: int | None,
-  *,
-  axis_name: str = "expert",
-  token_axes: Sequence[str] | None = None,
-  mesh: jax.sharding.Mesh | None = None,
-  scanned: bool = False,
-) -> LayerStats:
-  """The statistics of a layer, or of several that a scan went over.
-
-  Args:
-    measured: from ``measured_sharded_moe``; ``scanned``: stacked, with layers as first axis.
-    bytes_of_copy: of one expert.
-    domain_size: ranks that copies stay among; ``None``: all.
-    axis_name: as for ``measured_sharded_moe``, like all that follows.
-    token_axes: likewise.
-    mesh: likewise.
-    scanned: whether there is an axis of layers.
-
-  Returns:
-    Statistics with a leading axis of token groups, after that of layers if there is one.
-  """
-  context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-  axes = resolve_token_axes(context, axis_name, token_axes)
-  return _stats(measured, bytes_of_copy, domain_size, axis_name, axes, mesh, scanned)
-
-
-@functools.partial(jax.jit, static_argnums=range(1, 7))
-def _stats(
-  measured: stats.Measured,
-  bytes_of_copy: int,
-  domain_size: int | None,
-  axis_name: str,
-  token_axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh | None,
-  scanned: bool,
-) -> LayerStats:
-  specs = _measured_specs(token_axes, axis_name)
-  if scanned:
-    specs = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs)
-
-  def local(measured: stats.Measured) -> LayerStats:
-    def of_one(measured: stats.Measured, counts: stats.Counts) -> LayerStats:
-      return stats.layer_stats(measured, counts, bytes_of_copy, domain_size)
-
-    for _ in range(1 + scanned):  # a token group's axis has one entry here
-      of_one = jax.vmap(of_one)
-    return of_one(measured, stats.sum_counts(measured.count_X, axis_name))
-
-  return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs.load_GE)(measured)
 
 
 # Compiled as a whole when called eagerly, as in a notebook.
@@ -188,13 +125,15 @@ def _run(
   token_axes: tuple[str, ...],
   activation: Activation,
   mesh: jax.sharding.Mesh | None,
-) -> tuple[Array, stats.Measured]:
+) -> tuple[Array, Measured]:
   context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   by_token, by_expert = PartitionSpec(token_axes), PartitionSpec(axis_name)
+  groups = tuple(axis for axis in token_axes if axis != axis_name) or None
+  by_group, by_rank = PartitionSpec(groups), PartitionSpec(groups, axis_name)
 
   def local(
     x: Array, expert_index: Array, gate: Array, weights: ExpertWeights
-  ) -> tuple[Array, stats.Measured]:
+  ) -> tuple[Array, Measured]:
     y_TD, measured = measured_moe(
       x.reshape(-1, x.shape[-1]),
       expert_index.reshape(-1, expert_index.shape[-1]),
@@ -216,7 +155,7 @@ def _run(
     local,
     mesh=mesh,
     in_specs=(by_token, by_token, by_token, by_expert),
-    out_specs=(by_token, _measured_specs(token_axes, axis_name)),
+    out_specs=(by_token, Measured(by_group, by_rank)),  # pyright: ignore[reportArgumentType]
   )(
     place(x, by_token),
     place(expert_index, by_token),
@@ -224,82 +163,3 @@ def _run(
     place(weights, by_expert),
   )
   return place(y, jax.typeof(x).sharding.spec), measured
-
-
-def _measured_specs(token_axes: tuple[str, ...], axis_name: str) -> Any:
-  """A ``stats.Measured`` of specifications."""
-  groups = tuple(axis for axis in token_axes if axis != axis_name)
-  by_group: Any = PartitionSpec(groups or None)
-  by_rank: Any = PartitionSpec(token_axes)
-  return stats.Measured(by_group, by_group, by_group, by_group, by_group, count_X=by_rank)
-
-
-def resolve_token_axes(
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-  axis_name: str,
-  token_axes: Sequence[str] | None,
-) -> tuple[str, ...]:
-  """The mesh axes of tokens, ``None`` resolved.
-
-  Raises:
-    ValueError: the mesh does not have the axes, or other kinds of axes than all Auto or Explicit.
-  """
-  if axis_name not in mesh.axis_names:
-    raise ValueError(
-      f"axis_name: expected an axis of the mesh, {mesh.axis_names}, got {axis_name!r}; set one "
-      'with jax.set_mesh(jax.make_mesh((ranks,), ("expert",)))'
-    )
-  if AxisType.Manual in mesh.axis_types:
-    raise ValueError(
-      f"mesh: expected no manual axis, got {mesh}; inside shard_map call ultraep_jax.moe"
-    )
-  if len(set(mesh.axis_types)) > 1:
-    raise ValueError(f"mesh: expected all axes Auto or all Explicit, got {mesh}")
-  if token_axes is None:
-    token_axes = [axis for axis in ("data",) if axis in mesh.axis_names] + [axis_name]
-  if axis_name not in token_axes or not set(token_axes) <= set(mesh.axis_names):
-    raise ValueError(
-      f"token_axes: expected axes of {mesh.axis_names} with {axis_name!r} among them, "
-      f"got {tuple(token_axes)}"
-    )
-  return tuple(token_axes)
-
-
-def check_divides(
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, token_axes: tuple[str, ...], x: Array
-) -> int:
-  """The devices along the axes, unless these do not divide the first axis of ``x``.
-
-  Raises:
-    ValueError: they do not.
-  """
-  parts = math.prod(mesh.shape[axis] for axis in token_axes)
-  if x.shape[0] % parts:
-    raise ValueError(
-      f"x: expected a first axis divisible by {parts} (mesh axes {token_axes}), got {x.shape[0]}"
-    )
-  return parts
-
-
-def _check(
-  x: Array,
-  expert_index: Array,
-  gate: Array,
-  weights: ExpertWeights,
-  config: BalanceConfig,
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-  axis_name: str,
-  token_axes: tuple[str, ...],
-) -> None:
-  checks.check_config(config)
-  if getattr(x, "ndim", 2) < 2:
-    raise ValueError(f"x: expected shape [N, ..., D], got {list(x.shape)}")
-  checks.check_array("x", x, getattr(x, "shape", ()), jnp.floating)
-  checks.check_compute_dtype("x", x)
-  checks.check_array("expert_index", expert_index, (*x.shape[:-1], "K"), jnp.integer)
-  checks.check_array("gate", gate, expert_index.shape, jnp.floating)
-  checks.check_weights(weights, "E", x.shape[-1])
-  tokens = math.prod(x.shape[:-1]) // check_divides(mesh, token_axes, x)
-  num_experts = weights.wo.shape[0]
-  checks.check_sizes(tokens, expert_index.shape[-1], num_experts, mesh.shape[axis_name], config)
-  load.check_expert_index(expert_index, num_experts)

@@ -1,26 +1,33 @@
-"""What a layer did: measured on the way, and what follows from it.
+"""What a layer did: what it keeps on the way, and the statistics that follow from it.
 
 Statistics are some thirty small kernels on a GPU. A model that scans over layers keeps what its
 layers measured and makes the statistics of all of them afterwards, at once.
 """
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.planning.load import expert_load
 from ultraep_jax.planning.relay import egress_per_rank
-from ultraep_jax.planning.route import slot_sizes
+from ultraep_jax.planning.route import slot_rows
 from ultraep_jax.types import Array, LayerStats, Plan, Routes
 
 _FEW_KINDS = 10  # eight ranks; counters are faster where there are many
 
 
-class Measured(NamedTuple):
-  """What one rank keeps of a layer for its statistics.
-
-  All but ``count_X`` is the same on the ranks of a token group.
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["load_GE", "quota_EG", "replica_expert_GS", "parent_GS", "rounds"],
+  meta_fields=["copy_bytes", "domain_size"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreed:
+  """What all ranks of a token group know alike.
 
   Attributes:
     load_GE: ``[G, E]`` int32, the load matrix.
@@ -29,8 +36,8 @@ class Measured(NamedTuple):
       crash XLA's compilers.
     parent_GS: likewise.
     rounds: ``[]`` int32, rounds that the whole mesh runs.
-    count_X: ``[G + 2]`` int32, this rank's assignments that it sent to each rank, and its masked
-      and invalid ones.
+    copy_bytes: of one copy of an expert.
+    domain_size: ranks that copies stay among; ``None``: all.
   """
 
   load_GE: Array
@@ -38,29 +45,41 @@ class Measured(NamedTuple):
   replica_expert_GS: Array | None
   parent_GS: Array | None
   rounds: Array
-  count_X: Array
+  copy_bytes: int
+  domain_size: int | None
 
   @property
   def plan(self) -> Plan:
     if self.replica_expert_GS is None or self.parent_GS is None:
-      none_GS = jnp.zeros((self.load_GE.shape[0], 0), jnp.int32)
+      none_GS = self.load_GE[..., :0]
       return Plan(none_GS, self.quota_EG, none_GS)
     return Plan(self.replica_expert_GS, self.quota_EG, self.parent_GS)
 
 
-class Counts(NamedTuple):
-  """Assignments of all ranks of a token group, named as in ``LayerStats``."""
+class Measured(NamedTuple):
+  """What a layer keeps for its statistics. Axes of token groups and of layers may come first.
 
-  load_after_G: Array
-  remote_assignments: Array
-  masked: Array
-  invalid: Array
+  Attributes:
+    agreed: what all ranks know alike.
+    count_GX: ``[G, G + 2]`` int32, how many assignments each rank sent to each, and how many of
+      its own were masked and invalid. Within a layer, of this rank alone: ``[1, G + 2]``.
+  """
+
+  agreed: Agreed
+  count_GX: Array
 
 
 def measure(
-  expert_index_TK: Array, load_GE: Array, plan: Plan, routes: Routes, rounds: Array
+  expert_index_TK: Array,
+  load_GE: Array,
+  plan: Plan,
+  routes: Routes,
+  rounds: Array,
+  *,
+  copy_bytes: int,
+  domain_size: int | None,
 ) -> Measured:
-  """What is to be kept of a layer.
+  """What is to be kept of a layer, on one rank.
 
   Args:
     expert_index_TK: this rank's choices, before invalid ones are dropped.
@@ -68,6 +87,8 @@ def measure(
     plan: the plan.
     routes: this rank's routes.
     rounds: rounds that the whole mesh runs.
+    copy_bytes: as in ``Agreed``.
+    domain_size: likewise.
   """
   num_experts, num_ranks = plan.quota.shape
   invalid = (expert_index_TK < -1) | (expert_index_TK >= num_experts)
@@ -75,15 +96,17 @@ def measure(
   # Counted in one pass; a valid assignment that went nowhere would be missing.
   kind_TK = jnp.where(routes.dest_TK >= 0, routes.dest_TK, kind_TK)
   slots = plan.replica_expert.shape[1]
-  return Measured(
+  agreed = Agreed(
     load_GE=load_GE,
-    # Where a kernel makes it, XLA runs that twice, once into what a scan keeps, without a barrier.
+    # Without this barrier XLA runs the planner's kernel twice inside a scan that keeps the quotas.
     quota_EG=lax.optimization_barrier(plan.quota),
     replica_expert_GS=plan.replica_expert if slots else None,
     parent_GS=plan.parent if slots else None,
     rounds=rounds,
-    count_X=_count(kind_TK, num_ranks + 2),
+    copy_bytes=copy_bytes,
+    domain_size=domain_size,
   )
+  return Measured(agreed, _count(kind_TK, num_ranks + 2)[None])
 
 
 def _count(kind_TK: Array, num_kinds: int) -> Array:
@@ -95,46 +118,47 @@ def _count(kind_TK: Array, num_kinds: int) -> Array:
   return jnp.sum(is_kind_AX, axis=0, dtype=jnp.int32)
 
 
-def sum_counts(count_X: Array, axis_name: str) -> Counts:
-  """Of all ranks, from ``Measured.count_X`` of this one with any leading axes."""
-  sent_G = count_X[..., :-2]
-  remote = jnp.sum(sent_G, axis=-1, dtype=jnp.int32) - sent_G[..., lax.axis_index(axis_name)]
-  counts = jnp.concatenate([count_X, remote[..., None]], axis=-1)
-  counts = lax.psum(counts, axis_name)
-  masked, invalid, remote = (counts[..., i] for i in (-3, -2, -1))
-  return Counts(counts[..., :-3], remote, masked, invalid)
+@jax.jit  # compiled as a whole when called eagerly, as in a notebook
+def layer_stats(measured: Measured) -> LayerStats:
+  """The statistics of what layers measured, which may have leading axes.
 
-
-def layer_stats(
-  measured: Measured, counts: Counts, copy_bytes: int, domain_size: int | None
-) -> LayerStats:
-  """Statistics of one token group.
-
-  Args:
-    measured: by any of its ranks.
-    counts: of all of them.
-    copy_bytes: of one copy.
-    domain_size: ranks that copies stay among; ``None``: all.
+  Outside a ``shard_map`` the ranks' counts may be on their devices: they are added up once.
   """
-  load_GE, plan = measured.load_GE, measured.plan
-  num_experts, num_ranks = plan.quota.shape
-  expert_load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
-  before_G = jnp.sum(expert_load_E.reshape(num_ranks, -1), axis=1, dtype=jnp.int32)
-  domain = num_ranks if domain_size is None else domain_size
-  domain_load = jnp.sum(before_G.reshape(-1, domain), axis=1, dtype=jnp.int32)
-  replicas = jnp.sum(plan.replica_expert >= 0, dtype=jnp.int32)
+  agreed, plan = measured.agreed, measured.agreed.plan
+  num_ranks = plan.quota.shape[-1]
+  expert_load_E = jnp.sum(agreed.load_GE, axis=-2, dtype=jnp.int32)
+  home_load_GM = expert_load_E.reshape(*expert_load_E.shape[:-1], num_ranks, -1)
+  before_G = jnp.sum(home_load_GM, axis=-1, dtype=jnp.int32)
+  domain = num_ranks if agreed.domain_size is None else agreed.domain_size
+  load_NR = before_G.reshape(*before_G.shape[:-1], -1, domain)
+  busiest_domain = jnp.max(jnp.sum(load_NR, axis=-1, dtype=jnp.int32), axis=-1)
+  replicas = jnp.sum(plan.replica_expert >= 0, axis=(-2, -1), dtype=jnp.int32)
+  after_G, masked, invalid, remote = _add_up(measured.count_GX)
   return LayerStats(
-    load_GE=load_GE,
+    load_GE=agreed.load_GE,
     expert_load_E=expert_load_E,
     load_before_G=before_G,
-    load_planned_G=jnp.sum(plan.quota, axis=0, dtype=jnp.int32),
-    load_floor=-(-jnp.max(domain_load) // domain),
+    load_planned_G=jnp.sum(plan.quota, axis=-2, dtype=jnp.int32),
+    load_after_G=after_G,
+    load_floor=-(-busiest_domain // domain),
     replicas=replicas,
-    max_fanout=jnp.max(egress_per_rank(plan.parent)),
-    replica_bytes=replicas.astype(jnp.float32) * copy_bytes,
-    rounds=measured.rounds,
+    max_fanout=jnp.max(egress_per_rank(plan.parent), axis=-1),
+    replica_bytes=replicas.astype(jnp.float32) * agreed.copy_bytes,
+    remote_assignments=remote,
+    rounds=agreed.rounds,
+    masked=masked,
+    invalid=invalid,
     replica_expert_GS=plan.replica_expert,
     replica_parent_GS=plan.parent,
-    replica_load_GS=slot_sizes(plan)[:, num_experts // num_ranks :],
-    **counts._asdict(),
+    replica_load_GS=slot_rows(plan.quota, plan.replica_expert),
   )
+
+
+def _add_up(count_GX: Array) -> tuple[Array, Array, Array, Array]:
+  """Over the ranks: assignments that went to each; masked, invalid and remote ones."""
+  sent_GG = count_GX[..., :-2]
+  own_GG = jnp.expand_dims(jnp.eye(sent_GG.shape[-1], dtype=jnp.bool_), range(sent_GG.ndim - 2))
+  remote_G1 = jnp.sum(sent_GG, axis=-1, keepdims=True, where=~own_GG)
+  # All in one sum, which is a collective where ranks hold their own counts.
+  sum_X = jnp.sum(jnp.concatenate([count_GX, remote_G1], axis=-1), axis=-2, dtype=jnp.int32)
+  return sum_X[..., :-3], sum_X[..., -3], sum_X[..., -2], sum_X[..., -1]

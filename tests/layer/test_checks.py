@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ultraep_jax as uep
+from ultraep_jax.checks import check_expert_index
 
 G, E, N, D, F, K = 4, 8, 16, 4, 6, 2
 CONFIG = uep.BalanceConfig(objective="balance", replica_slots=1)
@@ -318,3 +319,13 @@ def test_inside_another_manual_mesh():
     pytest.raises(ValueError, match="expected no manual axis"),
   ):
     jax.shard_map(inner, in_specs=P("expert"), out_specs=P("expert"))(jnp.ones((N * G, D)))
+
+
+@pytest.mark.parametrize("value", [-2, 4, 1000])
+def test_concrete_index_outside_raises(value):
+  with pytest.raises(ValueError, match=rf"expected values in \[-1, 4\), got {value} \(1 outside\)"):
+    check_expert_index(jnp.array([[0, -1], [value, 3]], jnp.int32), 4)
+
+
+def test_traced_index_passes():
+  jax.jit(lambda index: check_expert_index(index, 4))(jnp.array([[9]]))

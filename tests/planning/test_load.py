@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -42,13 +41,3 @@ def test_gathered_loads_are_invariant_and_ordered_by_rank():
 
   index = jnp.arange(4, dtype=jnp.int32)[:, None].repeat(3, 1)
   np.testing.assert_array_equal(jax.jit(gather)(index), 3 * np.eye(4, dtype=np.int32))
-
-
-@pytest.mark.parametrize("value", [-2, 4, 1000])
-def test_concrete_index_outside_raises(value):
-  with pytest.raises(ValueError, match=rf"expected values in \[-1, 4\), got {value} \(1 outside\)"):
-    load.check_expert_index(jnp.array([[0, -1], [value, 3]], jnp.int32), 4)
-
-
-def test_traced_index_passes():
-  jax.jit(lambda index: load.check_expert_index(index, 4))(jnp.array([[9]]))

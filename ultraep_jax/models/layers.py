@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ultraep_jax.block import Block, block_stats, measured_block
+from ultraep_jax.block import Block, measured_block
 from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
@@ -24,7 +24,7 @@ from ultraep_jax.models.rows import by_rows, row_axes
 from ultraep_jax.models.spans import Spans, spans_of
 from ultraep_jax.packed import PackedBatch
 from ultraep_jax.stats import Measured
-from ultraep_jax.types import Array, LayerStats
+from ultraep_jax.types import Array
 
 Params = Mapping[str, Array]
 
@@ -100,18 +100,6 @@ def moe_layer(
     _block(config, balance),
   )
   return carry._replace(x_BTD=carry.x_BTD + y_BTD), measured
-
-
-def moe_stats(
-  measured: Measured,
-  params: Params,
-  dtype: DTypeLike,
-  *,
-  config: ModelConfig,
-  balance: BalanceConfig,
-) -> LayerStats:
-  """The statistics of consecutive layers, from what they measured and their stacked parameters."""
-  return block_stats(measured, dict(params), dtype, _block(config, balance), scanned=True)
 
 
 def dense_layer(

@@ -20,6 +20,7 @@ from ultraep_jax.models import layers
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.params import AXIS, Spec, param_specs, random_param
 from ultraep_jax.packed import PackedBatch, PrefillResult
+from ultraep_jax.stats import layer_stats
 from ultraep_jax.types import Array
 
 AttentionImplementation = Literal["auto", "cudnn", "portable"]
@@ -161,9 +162,7 @@ class MoETransformer(nnx.Module):
       carry, measured = lax.scan(step, carry, (index, params))
       first += len(run)
       if measured is not None:
-        all_stats.append(
-          layers.moe_stats(measured, params, self.dtype, config=config, balance=self.balance)
-        )
+        all_stats.append(layer_stats(measured))
     logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
     stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_stats) if all_stats else None
     return PrefillResult(logits_BRV, carry.cache, stats)

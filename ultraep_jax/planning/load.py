@@ -1,37 +1,11 @@
 """How many assignments each rank sends to each expert: the only metadata ranks exchange."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from ultraep_jax.types import Array
 
 _TABLES = 64
-
-
-def check_expert_index(expert_index: Array, num_experts: int) -> None:
-  """Raises if a concrete index is outside ``[-1, num_experts)``; traced values pass.
-
-  An eager call waits for the values. Of several processes, each checks what it holds.
-
-  Raises:
-    ValueError: names the range and the first offender.
-  """
-  if isinstance(expert_index, Tracer):
-    return
-  if isinstance(expert_index, jax.Array):
-    shards = [shard.data for shard in expert_index.addressable_shards if shard.replica_id == 0]
-  else:
-    shards = [expert_index]
-  for values in map(np.asarray, shards):
-    wrong = values[(values < -1) | (values >= num_experts)]
-    if wrong.size:
-      raise ValueError(
-        f"expert_index: expected values in [-1, {num_experts}), got {wrong.flat[0]} "
-        f"({wrong.size} outside)"
-      )
 
 
 def drop_invalid(expert_index_TK: Array, num_experts: int) -> Array:

@@ -80,10 +80,10 @@ def transfer_tree(
 
 
 def egress_per_rank(parent_GS: Array) -> Array:
-  """Copies that each rank sends, ``[G]`` int32, from ``Plan.parent`` (``[G, S]`` int32)."""
-  num_ranks = parent_GS.shape[0]
-  sent_G = jnp.zeros(num_ranks, jnp.int32)
-  return sent_G.at[jnp.where(parent_GS < 0, num_ranks, parent_GS)].add(1, mode="drop")
+  """Copies that each rank sends, ``[..., G]`` int32, from ``Plan.parent``, ``[..., G, S]``."""
+  num_ranks = parent_GS.shape[-2]
+  rank_G = jnp.expand_dims(jnp.arange(num_ranks, dtype=jnp.int32), tuple(range(parent_GS.ndim)))
+  return jnp.sum(parent_GS[..., None] == rank_G, axis=(-3, -2), dtype=jnp.int32)
 
 
 def depth(replica_expert_GS: Array, parent_GS: Array, num_experts: int) -> Array:

@@ -48,10 +48,14 @@ def slot_experts(plan: Plan) -> Array:
 
 def slot_sizes(plan: Plan) -> Array:
   """Rows of each slot of each rank, ``[G, P]`` int32."""
-  num_ranks = plan.quota.shape[1]
-  expert_GP = slot_experts(plan)
-  rank_G1 = jnp.arange(num_ranks, dtype=jnp.int32)[:, None]
-  return jnp.where(expert_GP >= 0, plan.quota[expert_GP, rank_G1], 0)
+  return slot_rows(plan.quota, slot_experts(plan))
+
+
+def slot_rows(quota_EG: Array, expert_GP: Array) -> Array:
+  """Rows that ranks compute of the experts in their slots, ``[..., G, P]`` int32; −1 is empty."""
+  quota_GE = jnp.swapaxes(quota_EG, -1, -2)
+  row_GP = jnp.take_along_axis(quota_GE, jnp.maximum(expert_GP, 0), axis=-1)
+  return jnp.where(expert_GP >= 0, row_GP, 0)
 
 
 def route_tokens(
