@@ -20,15 +20,16 @@ class BalanceConfig:
   """How a layer balances its experts. Hashable, so it can be a static argument of ``jax.jit``.
 
   Attributes:
-    replica_slots: S, copies of other ranks' experts that a rank can hold. ``S >= E // G``
-      can always reach exact balance; 0 balances nothing.
+    replica_slots: S, copies of other ranks' experts that a rank can hold. ``M (G - 1) / G``
+      or more, rounded up, reach exact balance of every load; 0 balances nothing.
     strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"exact"`` (no rank above the
-      mean, needs ``S >= M``), ``"eplb+"`` (replicas by load, equal shares), ``"ideal"`` (overrides
-      the router to equal loads, for measuring only), a planner function
-      ``(load_GE, config, cost) -> Plan`` such as ``strategies.eplb.planner(state)``, or a
-      ``strategies.Strategy``.
-    objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time,
-      where copies cost what ``PlanCost`` says and doing nothing is a candidate.
+      mean; needs slots that suffice for every load), ``"eplb+"`` (replicas by load, equal
+      shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner
+      function ``(load_GE, config, cost) -> Plan`` such as ``strategies.eplb.planner(state)``, or
+      a ``strategies.Strategy``.
+    objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time
+      of plans that fit one round, where copies cost what ``PlanCost`` says and doing nothing is
+      a candidate.
     target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that
       reach it, e.g. 1.01. ``None``: as low as possible.
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.

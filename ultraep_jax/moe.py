@@ -24,8 +24,6 @@ REMAT_NAMES = (PLAN_NAME, rounds.ROWS_NAME, rounds.HIDDEN_NAME)
 _MATMUL_RATE = 737e12
 _LINK_RATE = 350e9
 _EXPOSED = 0.4
-# The collectives and launches of one more round, in seconds.
-_ROUND_SECONDS = 100e-6
 
 
 def moe(
@@ -179,9 +177,9 @@ def layer_cost(
   dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
 ) -> PlanCost:
   """The planner's costs for a layer of these shapes, in rows of expert matmul."""
-  rows_per_second = _MATMUL_RATE / (2 * weights.expert_size)
   copy_rows = config.copy_rows
   if copy_rows is None:
+    rows_per_second = _MATMUL_RATE / (2 * weights.expert_size)
     seconds = copy_bytes(dtype, weights) / _LINK_RATE
     copy_rows = round(_EXPOSED * seconds * rows_per_second)
-  return PlanCost(copy_rows, capacity, min(round(_ROUND_SECONDS * rows_per_second), 1 << 20))
+  return PlanCost(copy_rows, capacity)

@@ -72,13 +72,12 @@ class PlanCost(NamedTuple):
 
   Attributes:
     copy_rows: rows whose matmul takes as long as sending one expert's weights delays a layer.
-    capacity_rows: rows that a rank computes in one round.
-    round_rows: rows whose matmul takes as long as the fixed cost of one more round.
+    capacity_rows: rows that a rank computes in one round. A plan that fits comes before any that
+      does not, whatever its copies cost.
   """
 
   copy_rows: int | Array
   capacity_rows: int | Array
-  round_rows: int | Array
 
 
 class Routes(NamedTuple):

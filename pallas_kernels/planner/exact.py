@@ -150,6 +150,6 @@ def construct(table: Tables, total: Array, domain: Array, problem: Problem) -> O
     busiest=over(warp_max, state.load),
     replicas=over(warp_sum, filled),
     copies=over(warp_max, filled + sends),
-    experts=state.experts + [empty[0] for _ in unused],
-    tokens=state.tokens + [none[0] for _ in unused],
+    experts=(state.experts + [empty[0] for _ in unused])[: problem.num_slots],
+    tokens=(state.tokens + [none[0] for _ in unused])[: problem.num_slots],
   )

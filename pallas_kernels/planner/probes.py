@@ -21,7 +21,6 @@ from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
   THREADS,
-  ceil_div,
   chunks,
   divide,
   lookup,
@@ -37,7 +36,8 @@ from pallas_kernels.warp.warps import (
 Array = jax.Array
 
 BLOCK_AXIS, DOMAIN_AXIS = "plan_block", "plan_domain"
-VALUE, REPLICAS, COPIES, BUSIEST, WARP = range(5)  # what a block reports of its best candidate
+# What a block reports of its best candidate.
+ABOVE, VALUE, REPLICAS, COPIES, BUSIEST, WARP = range(6)
 
 
 def kernel(
@@ -55,9 +55,9 @@ def kernel(
   Args:
     load_ref: ``[G * E]`` int32.
     steps_ref: the steps, int32.
-    cost_ref: ``[3]`` int32, rows: of a copy, of a round's capacity, of a further round.
+    cost_ref: ``[2]`` int32, rows: of a copy, of a round's capacity.
     total_ref: ``[N * padded(R * M)]``, the loads of experts.
-    report_ref: ``[N * blocks * 128]``; of each block's 128 the first five are used.
+    report_ref: ``[N * blocks * 128]``; of each block's 128 the first six are used.
     slots_ref: ``[N * blocks * fields * 128]``, per slot and part the experts, then the tokens.
     tables: ``Tables``.
     problem: the rest.
@@ -76,10 +76,13 @@ def kernel(
 
   def report(outcome: Outcome, goal: Array) -> None:
     value = jnp.maximum(outcome.busiest, goal)
+    above = value * 0
     if problem.by_time:
-      value = _time(value, outcome.copies, cost_ref)
+      copy_rows, capacity = (lookup(cost_ref, value * 0 + i) for i in range(2))
+      above = ones(outcome.busiest > capacity)
+      value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
     index = domain * problem.blocks + block
-    _report(value, outcome, table.best, report_ref, slots_ref, index, problem)
+    _report((above, value), outcome, table.best, report_ref, slots_ref, index, problem)
 
   @when(block < problem.probe_blocks)
   def _() -> None:
@@ -122,14 +125,6 @@ def _saturating_add(left: Array, right: Array) -> Array:
   return left + jnp.minimum(right, INT32_MAX - left)
 
 
-def _time(busiest: Array, copies: Array, cost_ref: Any) -> Array:
-  """Rows of matmul that take as long as the placement does, saturating."""
-  copy_rows, capacity, round_rows = (lookup(cost_ref, busiest * 0 + i) for i in range(3))
-  transfer = _saturating_mul(copies, copy_rows)
-  extra = jnp.maximum(ceil_div(busiest, jnp.maximum(capacity, 1)) - 1, 0)
-  return _saturating_add(_saturating_add(busiest, transfer), _saturating_mul(extra, round_rows))
-
-
 def before(left: Sequence[Array], right: Sequence[Array]) -> Array:
   """Whether the keys ``left`` come before ``right``, compared in order."""
   *front, (x, y) = zip(left, right, strict=True)
@@ -140,7 +135,7 @@ def before(left: Sequence[Array], right: Sequence[Array]) -> Array:
 
 
 def _report(
-  value: Array,
+  values: tuple[Array, Array],
   outcome: Outcome,
   best_ref: Any,
   report_ref: Any,
@@ -150,7 +145,7 @@ def _report(
 ) -> None:
   """Writes the first best of the block's warps, and the placements of all."""
   thread = thread_index()
-  own = (value, outcome.replicas, outcome.copies, outcome.busiest)
+  own = (*values, outcome.replicas, outcome.copies, outcome.busiest)
   for place, key in enumerate(own):
     best_ref[pl.ds(place * THREADS, THREADS)] = key
   best: list[Array] = []

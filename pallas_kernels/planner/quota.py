@@ -20,6 +20,7 @@ from pallas_kernels.planner import probes as plan_probes
 from pallas_kernels.planner import tree
 from pallas_kernels.planner.members import Vectors
 from pallas_kernels.planner.probes import (
+  ABOVE,
   BLOCK_AXIS,
   BUSIEST,
   COPIES,
@@ -52,7 +53,7 @@ Array = jax.Array
 _MOST_SLOTS = 64  # S * parts: two registers each
 _MOST_CONSTRUCTED = 32  # home experts that the exact construction sorts in registers
 _SHARED_BYTES = 224 * 1024
-_NO_COST = (0, 2, 1)  # unread; XLA fills equal or counted numbers by a kernel of their own
+_NO_COST = (1, 0)  # unread; XLA fills equal or counted numbers by a kernel of their own
 _PIECES = 4  # of 128 quotas that a block of the second kernel writes
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
@@ -85,7 +86,7 @@ def plan_quota(
     transfer: ``"direct"`` (the home sends each copy), ``"relay"`` or ``"auto"``.
     by_time: judge candidates by ``cost``, not by the busiest rank.
     target: a busiest rank below ``ceil(target * mean)`` counts as that.
-    cost: ``[3]`` int32 with ``by_time``: rows of a copy, of a round's capacity, of a round more.
+    cost: ``[2]`` int32 with ``by_time``: rows of a copy, and of a round's capacity.
     steps: thresholds to try, from the mean to the busiest rank in units of 2^-15 of the way.
 
   Returns:
@@ -111,8 +112,8 @@ def plan_quota(
     steps=tuple(steps),
   )
   _check_size(problem)
-  load, cost_3 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
-  load = varying.vary(load, varying.axes_of(cost_3))
+  load, cost_2 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
+  load = varying.vary(load, varying.axes_of(cost_2))
   domains, experts = problem.num_domains, padded(problem.domain_experts)
   typed = jax.typeof(load)
   probes = plgpu.kernel(
@@ -129,7 +130,7 @@ def plan_quota(
     kernel_name="plan_probes",
   )
   steps_T = jnp.array(problem.steps or (0,), jnp.int32)
-  total, report, slots = probes(load, steps_T, cost_3)
+  total, report, slots = probes(load, steps_T, cost_2)
   items, quotas = num_ranks * num_slots, num_experts * num_ranks
   blocks = -(-quotas // (_PIECES * THREADS))
   place = plgpu.kernel(
@@ -179,9 +180,9 @@ def _check(load_GE: Array, domain_size: int, by_time: bool, cost: Array | None) 
   if domain_size < 1 or num_ranks % domain_size:
     raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {domain_size}")
   if by_time and cost is None:
-    raise ValueError("cost: expected an int32 array of shape (3,) with by_time, got None")
-  if cost is not None and cost.shape != (3,):
-    raise ValueError(f"cost: expected shape (3,), got {cost.shape}")
+    raise ValueError("cost: expected an int32 array of shape (2,) with by_time, got None")
+  if cost is not None and cost.shape != (2,):
+    raise ValueError(f"cost: expected shape (2,), got {cost.shape}")
   if cost is not None and cost.dtype != jnp.int32:
     raise TypeError(f"cost: expected int32, got {cost.dtype}")
 
@@ -248,7 +249,7 @@ def _choose(report_ref: Any, best_ref: Any, problem: Problem) -> None:
   thread = thread_index()
   lane = thread & (LANES - 1)
   choice = thread * 0
-  fields = (VALUE, REPLICAS, COPIES, BUSIEST)
+  fields = (ABOVE, VALUE, REPLICAS, COPIES, BUSIEST)
 
   def choose(domain: Array, choice: Array) -> Array:
     best: list[Array] = []

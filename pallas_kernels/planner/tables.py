@@ -64,7 +64,8 @@ class Problem:
 
   @property
   def constructs(self) -> bool:
-    return self.num_slots >= self.num_home and self.min_tokens == 1
+    others = self.num_home * (self.domain_size - 1)
+    return self.num_slots * self.domain_size >= others and self.min_tokens == 1
 
   @property
   def num_thresholds(self) -> int:
@@ -100,12 +101,12 @@ class Tables(NamedTuple):
   place: Any  # [R * M], of an expert among those of its rank
   key_load: Any  # [R * M], in heat order
   key_expert: Any  # [R * M], which expert of all
-  best: Any  # [4 * 128], what the warps tell each other
+  best: Any  # [5 * 128], what the warps tell each other
 
   @staticmethod
   def sizes(problem: Problem) -> "Tables":
     ranks, experts = padded(problem.domain_size), padded(problem.domain_experts)
-    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, experts, 4 * THREADS)
+    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, experts, 5 * THREADS)
 
 
 class Outcome(NamedTuple):

@@ -1,11 +1,11 @@
-"""Exact balance by construction, where every rank has as many slots as home experts (S >= M).
+"""Exact balance by construction, with ``slots_that_suffice`` slots a rank.
 
 While a rank is above ``cap``, the mean rounded up, the most loaded rank gives the least loaded
-rank that has not received yet its whole deficit, the largest remaining experts first. The
-receiver then is at the cap and closed. The deficit is at most ``cap``, hence below the giver's
-load; the giver has not received, so all its load is of its own M experts: a receiver needs at
-most M slots, for experts of one home. A giver may fall below the cap and receive later. Every
-step closes a rank, so R − 1 steps are enough. (The argument behind Walker's alias tables.)
+rank its whole deficit, the largest remaining experts first. The receiver then is at the cap and
+closed. The deficit is at most ``cap``, hence below the giver's load; the giver has not received,
+so all its load is of its own M experts: a receiver holds experts of one home. A giver may fall
+below the cap and receive later. Every step closes a rank, so R − 1 steps are enough. (The
+argument behind Walker's alias tables; docs/how_it_works.md counts the slots.)
 """
 
 from typing import NamedTuple
@@ -28,12 +28,28 @@ class _State(NamedTuple):
   tokens_NRS: Array
 
 
+def slots_that_suffice(num_experts: int, num_ranks: int) -> int:
+  """Replica slots of a rank with which every load can be balanced exactly: ``ceil(M (G - 1) / G)``.
+
+  No fewer suffice for every load.
+
+  Args:
+    num_experts: of a domain.
+    num_ranks: of a domain.
+
+  >>> slots_that_suffice(128, 2), slots_that_suffice(256, 64), slots_that_suffice(8, 1)
+  (32, 4, 0)
+  """
+  num_home = num_experts // num_ranks
+  return -(-num_home * (num_ranks - 1) // num_ranks)
+
+
 def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outcome, Array, Array]:
   """Balances every domain exactly.
 
   Args:
     load_NRM: ``[N, R, M]`` int32, home loads.
-    num_slots: S, at least M.
+    num_slots: S, at least ``slots_that_suffice``.
     count_copies: homes send every copy themselves.
 
   Returns:
@@ -81,9 +97,10 @@ def _step(state: _State, cap_N: Array) -> _State:
   given_NM = jnp.clip(deficit_N[:, None] - before_NM, 0, largest_NM)
   gives_NM = given_NM > 0
   expert_NM = jnp.where(gives_NM, giver_N[:, None] * per_rank + order_NM, -1)
-  unused = ((0, 0), (0, num_slots - per_rank))
-  expert_NS = jnp.pad(expert_NM, unused, constant_values=-1)
-  tokens_NS = jnp.pad(given_NM, unused)
+  held = min(num_slots, per_rank)  # no more are given
+  unused = ((0, 0), (0, num_slots - held))
+  expert_NS = jnp.pad(expert_NM[:, :held], unused, constant_values=-1)
+  tokens_NS = jnp.pad(given_NM[:, :held], unused)
 
   rank_NR = lax.broadcasted_iota(jnp.int32, (num_domains, num_ranks), 1)
   receives_NR = (rank_NR == receiver_N[:, None]) & active_N[:, None]

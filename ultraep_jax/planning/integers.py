@@ -25,8 +25,17 @@ def saturating_add(left: Array, right: Array) -> Array:
   return left + jnp.minimum(right, INT32_MAX - left)
 
 
+def simplest(factor: float, parts: int) -> Fraction:
+  """The simplest fraction near a factor, at most ``parts``, that ``ceil_scale`` multiplies by.
+
+  >>> simplest(1.01, 64)
+  Fraction(101, 100)
+  """
+  return min(Fraction(factor), Fraction(parts)).limit_denominator(INT32_MAX // (3 * parts))
+
+
 def ceil_scale(total: Array, factor: float, parts: int) -> Array:
-  """``ceil(factor * total / parts)``, exact for the simplest fraction near ``factor``.
+  """``ceil(factor * total / parts)``, exact for the ``simplest`` fraction near ``factor``.
 
   Multiplies bit by bit, keeping quotient and remainder, so nothing exceeds ``total`` or int32. A
   factor above ``parts`` counts as ``parts``.
@@ -35,7 +44,7 @@ def ceil_scale(total: Array, factor: float, parts: int) -> Array:
   >>> int(ceil_scale(jnp.int32(2**31 - 1), 1.01, 64))
   33889977
   """
-  ratio = min(Fraction(factor), Fraction(parts)).limit_denominator(INT32_MAX // (3 * parts))
+  ratio = simplest(factor, parts)
   divisor = ratio.denominator * parts
   quotient = remainder = total * 0
   for bit in f"{ratio.numerator:b}":

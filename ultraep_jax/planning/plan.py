@@ -59,15 +59,16 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   """Plans replicas and quotas for a load matrix (after Algorithm 1 of the UltraEP paper).
 
   Each domain plans alone on the loads of its home experts. The candidates are greedy placements
-  for many thresholds and rules, doing nothing and, if ``S >= M`` and
-  ``min_tokens_per_replica == 1``, a construction whose busiest rank has the mean rounded up.
-  Taken is, with ties to fewer replicas, then to fewer ``copies``, then to the less busy rank,
-  then to the first candidate:
+  for many thresholds and rules, doing nothing and, if the slots suffice for every load
+  (``exact.slots_that_suffice``) and ``min_tokens_per_replica == 1``, a construction whose busiest
+  rank has the mean rounded up. Taken is, with ties to fewer replicas, then to fewer ``copies``,
+  then to the less busy rank, then to the first candidate:
 
   - ``objective="balance"``: the candidate with the least busiest load;
-  - ``objective="time"``: the least cost in rows, ``busiest + copy_rows * copies +
-    round_rows * (ceil(busiest / capacity_rows) - 1)``, saturating at 2^31 − 1;
-  - with ``target``, a busiest load below ``ceil(target * mean)`` counts as that.
+  - ``objective="time"``: of the candidates whose busiest load is at most ``capacity_rows``, or of
+    all if there are none, the least cost in rows, ``busiest + copy_rows * copies``, saturating at
+    2^31 − 1;
+  - with ``target``, a busiest load below ``ceil(target * mean)`` counts as that in a cost.
 
   ``copies`` is the most that a rank has to receive or send, on whose links the transfer waits. It
   receives a copy for each slot that it fills. With ``transfer="direct"`` it sends the copies of
@@ -81,8 +82,8 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
       total must fit int32; a concrete matrix is checked, a traced one is not.
     config: ``replica_slots``, ``objective``, ``target``, ``min_tokens_per_replica``,
       ``domain_size``, ``transfer`` and ``implementation`` are used.
-    cost: what copies and rounds cost; needed by ``objective="time"``, else not used. Values
-      from 2^31 count as 2^31 − 1.
+    cost: what copies cost, and the rows of a round; needed by ``objective="time"``, else not
+      used. Values from 2^31 count as 2^31 − 1.
 
   Returns:
     The plan. Slots are filled from the first up, every replica serves at least one assignment,
@@ -263,9 +264,9 @@ def _quota(load_E: Array, num_ranks: int, expert_GS: Array, tokens_GS: Array) ->
 
 def _best_placement(load_NRM: Array, setup: _Setup, cost: PlanCost | None) -> tuple[Array, Array]:
   """Experts and tokens of the slots, ``[N, R, S]``, of each domain's best candidate."""
-  domains, _, per_rank = load_NRM.shape
+  domains, size, per_rank = load_NRM.shape
   slots, min_tokens = setup.num_slots, setup.min_tokens
-  constructs = slots >= per_rank and min_tokens == 1
+  constructs = slots >= exact.slots_that_suffice(size * per_rank, size) and min_tokens == 1
   loads = greedy.sort_loads(load_NRM)
   total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
@@ -282,9 +283,15 @@ def _best_placement(load_NRM: Array, setup: _Setup, cost: PlanCost | None) -> tu
       lambda many, one: jnp.concatenate([many, one[:, None]], axis=1), outcome_NQ, exact_N
     )
 
-  counted_NQ = jnp.maximum(outcome_NQ.busiest, goal_N[:, None])
-  value_NQ = counted_NQ if cost is None else _time(counted_NQ, outcome_NQ.copies, cost)
-  best_N = _first_least(value_NQ, outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest)
+  keys_NQ = [jnp.maximum(outcome_NQ.busiest, goal_N[:, None])]
+  if cost is not None:
+    # What is above the capacity needs a second round. As a cost that could be outweighed, and
+    # where copies cost much it would be lost among costs that saturate.
+    above_NQ = (outcome_NQ.busiest > cost.capacity_rows).astype(jnp.int32)
+    transfer_NQ = saturating_mul(outcome_NQ.copies, cost.copy_rows)
+    keys_NQ = [above_NQ, saturating_add(keys_NQ[0], transfer_NQ)]
+  keys_NQ += [outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest]
+  best_N = _first_least(*keys_NQ)
   index_N = jnp.arange(domains) * num_probes + jnp.minimum(best_N, num_probes - 1)
   chosen = jax.tree.map(lambda leaf: leaf[index_N], probes)
   expert_NRS, tokens_NRS = greedy.place(loads, chosen, slots, min_tokens)
@@ -330,14 +337,6 @@ def _probes(threshold_NT: Array) -> greedy.Probes:
     threshold_B=threshold_NTQ.reshape(-1),
     rule_B=lax.broadcasted_iota(jnp.int32, shape, 2).reshape(-1),
   )
-
-
-def _time(busiest: Array, copies: Array, cost: PlanCost) -> Array:
-  """Rows of matmul that take as long as a placement does, saturating."""
-  transfer = saturating_mul(copies, cost.copy_rows)
-  extra = jnp.maximum(ceil_div(busiest, jnp.maximum(cost.capacity_rows, 1)) - 1, 0)
-  rounds = saturating_mul(extra, cost.round_rows)
-  return saturating_add(saturating_add(busiest, transfer), rounds)
 
 
 def _first_least(*keys_NQ: Array) -> Array:

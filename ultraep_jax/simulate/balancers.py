@@ -19,6 +19,7 @@ import numpy as np
 from ultraep_jax import strategies
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import relay
+from ultraep_jax.planning.exact import slots_that_suffice
 from ultraep_jax.planning.load import position_in_group
 from ultraep_jax.planning.route import slot_sizes
 from ultraep_jax.strategies import eplb, lplb
@@ -135,8 +136,8 @@ def make(
   Args:
     name: one of ``NAMES``. ``quota`` has ``objective="balance"`` and the configuration's
       ``target``; ``quota (time)`` weighs copies.
-    config: ``replica_slots`` (for ``exact`` raised to M), ``domain_size``, ``target`` and
-      ``transfer`` count.
+    config: ``replica_slots`` (for ``exact`` raised to what suffices), ``domain_size``,
+      ``target`` and ``transfer`` count.
     cost: what ``quota (time)`` weighs.
     period: batches between rearrangements, of those with a history.
     decay: of the history, for each batch.
@@ -184,7 +185,7 @@ def _place_by_planner(
 ) -> Placed:
   num_ranks, num_experts = own_RX.shape
   if strategy == "exact":
-    slots = max(config.replica_slots, num_experts // num_ranks)
+    slots = max(config.replica_slots, slots_that_suffice(num_experts, num_ranks))
     config = dataclasses.replace(config, replica_slots=slots)
   plan = strategies.resolve(strategy).plan(_matrix(total_X, num_ranks), config, cost)
   return _of_plan(own_RX, plan)

@@ -85,8 +85,7 @@ class Setting:
     exposed = sum(rates[f"copy_exposed_{name}"] for name, _ in passes)
     rows = self.tokens * self.model.top_k
     factor = self.capacity_factor or self.num_ranks
-    rounds = len(passes) * 2 * rates["exchange_seconds"]
-    return PlanCost(round(copy * exposed / row), round(rows * factor), round(rounds / row))
+    return PlanCost(round(copy * exposed / row), round(rows * factor))
 
 
 class Times(NamedTuple):

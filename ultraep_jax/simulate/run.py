@@ -155,7 +155,7 @@ def make_balancer(
 @functools.lru_cache(maxsize=256)
 def _cached(name: str, config: BalanceConfig, period: int, decay: float) -> Balancer:
   """Two balancers with a history compile twice, so they are kept."""
-  return balancers.make(name, config, PlanCost(0, 0, 0), period=period, decay=decay)
+  return balancers.make(name, config, PlanCost(0, 0), period=period, decay=decay)
 
 
 def _checked(loads: np.ndarray, setting: Setting, step: int) -> Loads:

@@ -1,7 +1,7 @@
-"""Exact balance with ``S >= M`` slots, ``strategy="exact"``: no rank above the mean, rounded up.
+"""Exact balance by construction, ``strategy="exact"``: no rank above the mean, rounded up.
 
-Nothing is searched: each rank receives from at most one home, up to all M of its experts. The
-quota planner reaches the same balance and takes fewer copies where it finds them.
+Nothing is searched: each rank receives from at most one home. The quota planner reaches the same
+balance and takes fewer copies where it finds them.
 """
 
 import jax.numpy as jnp
@@ -23,19 +23,20 @@ def plan(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) ->
 
   Raises:
     TypeError: ``load_GE`` is not int32.
-    ValueError: ``replica_slots`` is below M, or ``load_GE`` or ``domain_size`` is not as in
-      ``plan_quotas``.
+    ValueError: ``replica_slots`` is below ``exact.slots_that_suffice``, or ``load_GE`` or
+      ``domain_size`` is not as in ``plan_quotas``.
   """
   del cost
   check_load(load_GE)
   num_ranks, num_experts = load_GE.shape
   per_rank = num_experts // num_ranks
-  if config.replica_slots < per_rank:
-    raise ValueError(
-      f'replica_slots: expected at least {per_rank}, the experts of a rank, for strategy="exact", '
-      f"got {config.replica_slots}"
-    )
   size = placement.domain_size_of(num_ranks, config.domain_size)
+  enough = exact.slots_that_suffice(size * per_rank, size)
+  if config.replica_slots < enough:
+    raise ValueError(
+      f"replica_slots: expected at least {enough}, which suffice for every load, for "
+      f'strategy="exact", got {config.replica_slots}'
+    )
   load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
   _, expert_NRS, tokens_NRS = exact.construct(
     load_E.reshape(-1, size, per_rank), config.replica_slots, count_copies=False

@@ -29,7 +29,7 @@ from ultraep_jax.types import Array, Plan, PlanCost, Routes
 
 _PROFILED = 20  # calls in a trace
 RATIOS = (1.3, 1.5, 2.0, 2.5, 3.0, 6.0)  # those beyond what the shape can have become its largest
-COST = PlanCost(copy_rows=900, capacity_rows=69_632, round_rows=400)
+COST = PlanCost(copy_rows=900, capacity_rows=69_632)
 
 # Experts, ranks, slots and options; "exact" is by construction.
 SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
