@@ -4,7 +4,6 @@
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,9 +18,8 @@ from ultraep_jax.gating import Gating, GatingConfig
 from ultraep_jax.mesh import is_explicit, resolve_token_axes, shard
 from ultraep_jax.sharded import measured_sharded_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
 
-Activation = Callable[[Array], Array]
 Initializer = jax.nn.initializers.Initializer
 DEFAULT_CONFIG = BalanceConfig()
 DEFAULT_INIT = jax.nn.initializers.lecun_normal()

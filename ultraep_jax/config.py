@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 from pallas_kernels.tunings import Tunings
-
-if TYPE_CHECKING:
-  from ultraep_jax.strategies import Planner, Strategy
+from ultraep_jax.types import Array, Plan, PlanCost
 
 Implementation = Literal["auto", "mosaic_gpu", "portable"]
 DispatchDtype = Literal["float8_e4m3fn"]
+Objective = Literal["balance", "time"]
+TransferTree = Literal["auto", "direct", "relay"]
 # Strategies that need nothing but the batch; those with a history are given as planners.
-STRATEGY_NAMES = ("quota", "none", "ideal", "exact", "eplb+")
+StrategyName = Literal["quota", "none", "ideal", "exact", "eplb+"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,12 @@ class BalanceConfig:
 
   replica_slots: int = 2
   strategy: "str | Strategy | Planner" = "quota"
-  objective: Literal["balance", "time"] = "time"
+  objective: Objective = "time"
   target: float | None = None
   min_tokens_per_replica: int = 1
   capacity_factor: float = 1.0625
   domain_size: int | None = None
-  transfer: Literal["auto", "direct", "relay"] = "auto"
+  transfer: TransferTree = "auto"
   copy_rows: int | None = None
   batch_invariant: bool = False
   implementation: Implementation = "auto"
@@ -88,19 +89,39 @@ class BalanceConfig:
     check_factor("capacity_factor", self.capacity_factor)
     if self.target is not None:
       check_factor("target", self.target)
-    check_choice("objective", self.objective, ("balance", "time"))
-    check_choice("transfer", self.transfer, ("auto", "direct", "relay"))
-    check_choice("implementation", self.implementation, ("auto", "mosaic_gpu", "portable"))
-    check_choice("dispatch_dtype", self.dispatch_dtype, (None, "float8_e4m3fn"))
+    check_choice("objective", self.objective, get_args(Objective))
+    check_choice("transfer", self.transfer, get_args(TransferTree))
+    check_choice("implementation", self.implementation, get_args(Implementation))
+    check_choice("dispatch_dtype", self.dispatch_dtype, (None, *get_args(DispatchDtype)))
     if self.tunings is not None and not isinstance(self.tunings, Tunings):
       raise TypeError(f"tunings: expected Tunings or None, got {type(self.tunings).__name__}")
     if isinstance(self.strategy, str):
-      check_choice("strategy", self.strategy, STRATEGY_NAMES)
+      check_choice("strategy", self.strategy, get_args(StrategyName))
     elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):
       raise TypeError(
         "strategy: expected a name, a planner function or a Strategy, "
         f"got {type(self.strategy).__name__}"
       )
+
+
+Planner = Callable[[Array, BalanceConfig, PlanCost | None], Plan]
+Reassign = Callable[[Array, Array | int, int, int], Array]
+
+
+class Strategy(NamedTuple):
+  """How a layer is balanced.
+
+  Attributes:
+    name: for messages.
+    plan: makes a ``Plan`` from the load matrix; the same on every rank, which otherwise wait for
+      each other for ever.
+    reassign: ``(expert_index_TK, rank, num_experts, num_ranks) -> expert_index_TK``, replaces
+      the router's choice before loads are counted. ``None``: the choice stands.
+  """
+
+  name: str
+  plan: Planner
+  reassign: Reassign | None = None
 
 
 def check_int(name: str, value: object, minimum: int) -> None:

@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
   DEFAULT_INIT,
-  Activation,
   Block,
   Initializer,
   MoEAux,
@@ -22,7 +21,7 @@ from ultraep_jax.block import (
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
 from ultraep_jax.mesh import shard
-from ultraep_jax.types import Array
+from ultraep_jax.types import Activation, Array
 
 
 class MoE(nn.Module):

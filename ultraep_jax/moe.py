@@ -9,11 +9,10 @@ from jax import lax
 from ultraep_jax import implementation, stats, strategies
 from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.compute import rounds
-from ultraep_jax.compute.experts import Activation
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import load, route
-from ultraep_jax.types import Array, ExpertWeights, LayerStats, PlanCost
+from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats, PlanCost
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second planning.
 PLAN_NAME = "ultraep_plan"

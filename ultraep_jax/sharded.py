@@ -9,9 +9,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ultraep_jax.checks import check_layer
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import resolve_token_axes
-from ultraep_jax.moe import Activation, measured_moe
+from ultraep_jax.moe import measured_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
 
 
 def sharded_moe(

@@ -18,12 +18,15 @@ F       expert inner width
 ======  ==========================================================================
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+# Of the gate half of an expert: elementwise, of its argument alone.
+Activation = Callable[[Array], Array]
 
 
 class ExpertWeights(NamedTuple):
@@ -89,14 +92,11 @@ class Routes(NamedTuple):
       ``r`` is computed in round ``r // C``. 0 if masked.
     group_size_P: ``[P]`` int32, rows of each slot on *this* rank. Rows are grouped by slot,
       then by source rank, then in the order of the source's assignments.
-    num_rounds: ``[]`` int32, rounds that the busiest rank of this plan needs (at least 1); what
-      ``route.num_rounds`` says of the plan alone.
   """
 
   dest_TK: Array
   row_TK: Array
   group_size_P: Array
-  num_rounds: Array
 
 
 class LayerStats(NamedTuple):

@@ -15,8 +15,6 @@ from pallas_kernels.matmul.layout import Array, Tuning
 from pallas_kernels.matmul.rows import Contraction, multiply_rows
 from pallas_kernels.transfer.tiles import Transfer
 
-Activation = Callable[[Array], Array]
-
 # What Mosaic GPU computes element by element in registers.
 _ELEMENTWISE = frozenset(
   {
@@ -44,7 +42,7 @@ def gated_matmul(
   replica_gate_SKN: Array,
   replica_up_SKN: Array,
   group_size_P: Array,
-  activation: Activation,
+  activation: Callable[[Array], Array],
   *,
   keep_hidden: bool,
   tuning: Tuning | None = None,
@@ -86,7 +84,7 @@ def gated_beside(
   home_gate_MKN: Array,
   home_up_MKN: Array,
   group_size_P: Array,
-  activation: Activation,
+  activation: Callable[[Array], Array],
   *,
   keep_hidden: bool,
   tuning: Tuning | None = None,
@@ -146,7 +144,7 @@ def gated_beside(
 def _multiply(
   contraction: Contraction,
   group_size_P: Array,
-  activation: Activation,
+  activation: Callable[[Array], Array],
   keep_hidden: bool,
   tuning: Tuning | None,
   *,
@@ -176,7 +174,9 @@ def _multiply(
   return Gated(*results, *(() if keep_hidden else (None, None))), transferred
 
 
-def elementwise(activation: Activation, shape: tuple[int, ...]) -> Activation:
+def elementwise(
+  activation: Callable[[Array], Array], shape: tuple[int, ...]
+) -> Callable[[Array], Array]:
   """The activation of float32 of this shape, as operations that Mosaic GPU has.
 
   Calls are inlined: it knows no custom derivatives.

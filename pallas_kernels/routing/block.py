@@ -50,7 +50,6 @@ class Sizes:
   num_experts: int
   num_slots: int
   assignments: int
-  capacity: int
   tuning: Tuning
 
   @property
@@ -112,7 +111,6 @@ class Shared(NamedTuple):
   copies: Any  # [E], hosts beyond the first
   sent: Any  # [2, peers, E], what the cluster's blocks have counted for this one
   size: Any  # [items], the quota
-  total: Any  # [G], rows of all slots
   # Lists of hosts, in order of experts and then ranks.
   rest: Any  # [items], the quota less what the host keeps of its own
   end: Any  # [items], the end of the host's interval of the expert's line
@@ -136,7 +134,6 @@ class Shared(NamedTuple):
       copies=experts,
       sent=2 * sizes.tuning.peers * experts,
       size=items,
-      total=sizes.num_ranks,
       rest=items,
       end=items,
       to_row=items,

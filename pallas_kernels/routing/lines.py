@@ -18,15 +18,12 @@ from pallas_kernels.warp.scatter import add_at, put_at
 from pallas_kernels.warp.warps import (
   LANES,
   any_of_warp,
-  ceil_div,
   clip,
   divide,
   lookup,
   ones,
-  over,
   store,
   unrolled,
-  warp_max,
   warp_sum,
   where,
 )
@@ -170,26 +167,20 @@ def _bit(place: Array) -> Array:
 
 
 def _slot_row(block: Block, item: Item) -> Array:
-  """Rows on the host before the item's slot; keeps the rows of all its slots."""
+  """Rows on the host before the item's slot."""
   shared, sizes = block.shared, block.sizes
   home, slots = sizes.num_home, sizes.num_slots
   own = where(item.replica > 0, home + item.slot - item.host * slots, item.index - item.host * home)
 
-  def add_slot(
-    p: Array, sums: tuple[Array, Array], first: Array, before: int
-  ) -> tuple[Array, Array]:
-    row, total = sums
-    rows = lookup(shared.size, first + p)
-    return row + where(before + p < own, rows, 0), total + rows
+  def add_slot(p: Array, row: Array, first: Array, before: int) -> Array:
+    return row + where(before + p < own, lookup(shared.size, first + p), 0)
 
-  sums = (own * 0, own * 0)
+  row = own * 0
   for count, first, before in (
     (home, item.host * home, 0),
     (slots, sizes.num_experts + item.host * slots, home),
   ):
-    sums = unrolled(count, functools.partial(add_slot, first=first, before=before), sums)
-  row, total = sums
-  put_at(shared.total, item.host, total, item.exists * (1 - item.replica) * ones(own == 0))
+    row = unrolled(count, functools.partial(add_slot, first=first, before=before), row)
   return row
 
 
@@ -221,16 +212,11 @@ def find_host(block: Block, expert: Array, at: Array) -> tuple[Array, Array]:
   return lookup(shared.host, first + position), lookup(shared.to_row, first + position) + at
 
 
-def tell_sizes(block: Block, size_ref: Any, rounds_ref: Any) -> None:
-  """Rows of each slot of this rank, and the rounds that the busiest rank needs."""
+def tell_sizes(block: Block, size_ref: Any) -> None:
+  """Rows of each slot of this rank."""
   shared, sizes = block.shared, block.sizes
   home, slots = sizes.num_home, sizes.num_slots
   for p, exists in block.each(home + slots):
     replica = sizes.num_experts + block.rank * slots + p - home
     item = where(p < home, block.rank * home + jnp.minimum(p, home - 1), replica)
     store(size_ref, p, lookup(shared.size, item), exists)
-  lane = lax.rem(block.thread, block.thread * 0 + LANES)
-  hosts = [jnp.minimum(lane + g, sizes.num_ranks - 1) for g in range(0, sizes.num_ranks, LANES)]
-  busiest = over(warp_max, [lookup(shared.total, host) for host in hosts])
-  rounds = jnp.maximum(ceil_div(busiest, sizes.capacity), 1)
-  store(rounds_ref, block.thread * 0, rounds, ones(block.thread == 0))

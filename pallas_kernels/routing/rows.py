@@ -43,7 +43,7 @@ Array = jax.Array
 _ALIGNMENT = 1024  # bytes, of each vector in shared memory
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "tuning"))
+@functools.partial(jax.jit, static_argnames="tuning")
 def route_rows(
   expert_index_TK: Array,
   load_GE: Array,
@@ -51,9 +51,8 @@ def route_rows(
   quota_EG: Array,
   rank: Array,
   *,
-  capacity: int,
   tuning: Tuning | None = None,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array]:
   """Routes one rank's assignments; the result is that of ``ultraep_jax.route_tokens``.
 
   Args:
@@ -63,12 +62,10 @@ def route_rows(
     quota_EG: ``[E, G]`` int32, assignments of an expert that run on a rank; 0 on a rank that is
       neither its home nor has a replica. Its sums over ranks are those of ``load_GE``.
     rank: ``[]`` int32, this rank.
-    capacity: rows that a rank computes in one round.
     tuning: how the work is laid out.
 
   Returns:
-    ``dest_TK``, −1 if masked, ``row_TK``, 0 if masked, ``group_size_P`` of this rank and
-    ``num_rounds``, ``[]``, of the busiest; all int32.
+    ``dest_TK``, −1 if masked, ``row_TK``, 0 if masked, and ``group_size_P`` of this rank; int32.
 
   Raises:
     NotImplementedError: no slots, no assignments, or too many experts for shared memory.
@@ -83,13 +80,12 @@ def route_rows(
       num_experts=quota_EG.shape[0],
       num_slots=num_slots,
       assignments=expert_index_TK.size,
-      capacity=capacity,
       tuning=tuning or Tuning(),
     )
   )
   inputs = [expert_index_TK, load_GE, replica_expert_GS, quota_EG, rank]
   inputs = varying.vary_alike(*(x.reshape(-1) for x in inputs))
-  lengths = [sizes.assignments, sizes.assignments, sizes.num_home + num_slots, 1]
+  lengths = [sizes.assignments, sizes.assignments, sizes.num_home + num_slots]
   route = plgpu.kernel(
     functools.partial(_route, sizes=sizes),
     out_type=[jax.typeof(inputs[0]).update(shape=(length,)) for length in lengths],
@@ -106,9 +102,9 @@ def route_rows(
     ),
     kernel_name="route_rows",
   )
-  dest, row, group_size_P, num_rounds = route(*inputs)
+  dest, row, group_size_P = route(*inputs)
   shape = expert_index_TK.shape
-  return dest.reshape(shape), row.reshape(shape), group_size_P, num_rounds.reshape(())
+  return dest.reshape(shape), row.reshape(shape), group_size_P
 
 
 def _sizes(sizes: Sizes) -> Sizes:
@@ -153,8 +149,8 @@ def _check(
 
 def _route(*refs: Any, sizes: Sizes) -> None:
   index_ref, load_ref, replica_ref, quota_ref, rank_ref = refs[:5]
-  dest_ref, row_ref, size_ref, rounds_ref = refs[5:9]
-  block = Block(sizes, Shared(*refs[9:]), lookup(rank_ref, thread_index() * 0))
+  dest_ref, row_ref, size_ref = refs[5:8]
+  block = Block(sizes, Shared(*refs[8:]), lookup(rank_ref, thread_index() * 0))
 
   # All loads that depend on no other, then those of the items' experts: two trips to memory.
   assignments = route_counts.own_assignments(block)
@@ -192,7 +188,7 @@ def _route(*refs: Any, sizes: Sizes) -> None:
 
   @when((block.cluster == 0) & (block.peer == 0))
   def _() -> None:
-    lines.tell_sizes(block, size_ref, rounds_ref)
+    lines.tell_sizes(block, size_ref)
 
 
 def _tell(

@@ -67,13 +67,12 @@ def routing(ranks, experts, tokens, top_k, slots, seed=0):
   ],
 )
 def test_equals_the_portable_routing(ranks, experts, tokens, top_k, slots, tuning):
-  config = BalanceConfig(objective="balance", replica_slots=slots, capacity_factor=1.0)
   index_GTK, load_GE, plan = routing(ranks, experts, tokens, top_k, slots)
   assert ranks == 1 or (plan.replica_expert >= 0).any()
-  kernel = jax.jit(functools.partial(route._route_on_gpu, tuning=tuning), static_argnums=4)
-  portable = jax.jit(route._route, static_argnums=4)
+  kernel = jax.jit(functools.partial(route._route_on_gpu, tuning=tuning))
+  portable = jax.jit(route._route)
   for rank in sorted({0, ranks // 2, ranks - 1}):
-    args = index_GTK[rank], load_GE, plan, jnp.int32(rank), config
+    args = index_GTK[rank], load_GE, plan, jnp.int32(rank)
     with interpreted():
       got = jax.block_until_ready(kernel(*args))
     for name, left, right in zip(got._fields, got, portable(*args), strict=True):
@@ -97,10 +96,7 @@ def shapes(ranks, experts, tokens, top_k, slots):
   ],
 )
 def test_lowers_for_gpus(ranks, experts, tokens, slots):
-  def routes(*args):
-    return route_rows(*args, capacity=70_000)
-
-  traced = jax.jit(routes).trace(*shapes(ranks, experts, tokens, 8, slots))
+  traced = route_rows.trace(*shapes(ranks, experts, tokens, 8, slots))
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("custom_call @mosaic_gpu") == 1
 
@@ -109,7 +105,7 @@ def test_lowers_for_gpus(ranks, experts, tokens, slots):
   "assignments, pieces, clusters", [(1, 1, 1), (65_536, 1, 16), (65_537, 2, 9), (10**6, 4, 62)]
 )
 def test_every_assignment_has_a_thread(assignments, pieces, clusters):
-  sizes = Sizes(4, 64, 2, assignments, 64, Tuning())
+  sizes = Sizes(4, 64, 2, assignments, Tuning())
   assert (sizes.pieces, sizes.clusters) == (pieces, clusters)
   assert (clusters - 1) * pieces * 4096 < assignments <= clusters * pieces * 4096
 
@@ -119,7 +115,7 @@ def test_every_assignment_has_a_thread(assignments, pieces, clusters):
 def test_fits_into_shared_memory(experts, ranks, slots):
   """Each vector begins at a multiple of 1 KB; a block has 227 KB."""
   try:
-    sizes = _sizes(Sizes(ranks, experts * ranks, slots, 65_536, 64, Tuning()))
+    sizes = _sizes(Sizes(ranks, experts * ranks, slots, 65_536, Tuning()))
   except NotImplementedError:
     return
   assert sum(-(-4 * n // 1024) for n in Shared.lengths(sizes)) <= 227
@@ -130,8 +126,8 @@ def test_no_barrier_is_missing():
   index_GTK, load_GE, plan = routing(4, 128, 100, 2, 8)
   tuning = Tuning(groups=1, peers=1, prefetch=1)
   with interpreted(), watched():
-    args = index_GTK[1], load_GE, plan, jnp.int32(1), CONFIG
-    kernel = jax.jit(functools.partial(route._route_on_gpu, tuning=tuning), static_argnums=4)
+    args = index_GTK[1], load_GE, plan, jnp.int32(1)
+    kernel = jax.jit(functools.partial(route._route_on_gpu, tuning=tuning))
     jax.block_until_ready(kernel(*args))
 
 
@@ -141,7 +137,7 @@ def test_lowers_inside_shard_map(check_vma):
 
   def routes(index_TK, load_GE, replica_expert_GS, quota_EG):
     plan = Plan(replica_expert_GS, quota_EG, replica_expert_GS)
-    routed = route._route_on_gpu(index_TK, load_GE, plan, jax.lax.axis_index("expert"), CONFIG)
+    routed = route._route_on_gpu(index_TK, load_GE, plan, jax.lax.axis_index("expert"))
     if check_vma:
       for leaf in routed:
         assert jax.typeof(leaf).manual_axis_type.varying == {"expert"}
@@ -162,7 +158,7 @@ def test_lowers_inside_shard_map(check_vma):
 def call(**changes):
   names = ("expert_index_TK", "load_GE", "replica_expert_GS", "quota_EG", "rank")
   args = dict(zip(names, shapes(4, 16, 32, 2, 2), strict=True)) | changes
-  return jax.eval_shape(lambda **kwargs: route_rows(**kwargs, capacity=64), **args)
+  return jax.eval_shape(route_rows, **args)
 
 
 def test_rejects():

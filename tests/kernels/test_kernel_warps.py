@@ -139,7 +139,7 @@ def test_the_planner_compares_signed_numbers_only(compared, by_time, num_slots):
 def test_the_routing_compares_signed_numbers_only(compared):
   sizes = [(64, 2), (8, 32), (8, 2), (32, 8), ()]
   shapes = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
-  route = jax.jit(lambda *args: rows.route_rows(*args, capacity=64))
+  route = jax.jit(lambda *args: rows.route_rows(*args))
   route.trace(*shapes).lower(lowering_platforms=("cuda",))
   assert compared and all(compared)
 

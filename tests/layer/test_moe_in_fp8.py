@@ -60,7 +60,7 @@ def test_several_steps_of_a_block_carry_the_same_rows():
   x = np.random.default_rng(1).normal(size=(4, 16, 136)).astype(jnp.bfloat16)
 
   def local(dest_TK, row_TK, x_TD):
-    routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
+    routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
     crossing = block_exchange.cross(routes, 0, 64, "expert")
     return crossing.dispatch(x_TD, "float8_e4m3fn"), jnp.broadcast_to(crossing.steps, (1,))
 

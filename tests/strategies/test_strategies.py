@@ -1,6 +1,7 @@
 """The balancers behind one signature."""
 
 import warnings
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from ultraep_jax import strategies
-from ultraep_jax.config import STRATEGY_NAMES, BalanceConfig
+from ultraep_jax.config import BalanceConfig, StrategyName
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.types import Plan
 
@@ -23,7 +24,7 @@ def own_planner(load_GE, config, cost):
 
 class TestResolve:
   def test_names(self):
-    for name in STRATEGY_NAMES:
+    for name in get_args(StrategyName):
       assert strategies.resolve(name).name == name
     assert strategies.resolve("quota").reassign is None
 

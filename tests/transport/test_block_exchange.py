@@ -30,7 +30,7 @@ def run(ranks, capacity, function, dest, row, *args, index=0):
   spec = P("expert")
 
   def local(dest_TK, row_TK, *args):
-    routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
+    routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
     return function(block_exchange.cross(routes, index, capacity, "expert"), *args)
 
   sharded = jax.shard_map(

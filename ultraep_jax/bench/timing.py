@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Array = jax.Array
+from ultraep_jax.types import Array
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Array]:

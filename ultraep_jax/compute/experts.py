@@ -6,7 +6,6 @@ weight. Rows at or beyond the used count may hold anything, NaN included.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,9 +18,7 @@ from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.tunings import UNTUNED, Tunings
 from ultraep_jax.compute import tile_matmul
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.types import Array, ExpertWeights
-
-Activation = Callable[[Array], Array]
+from ultraep_jax.types import Activation, Array, ExpertWeights
 
 
 def grouped_matmul(
@@ -98,7 +95,7 @@ class Hidden(NamedTuple):
   up_CF: Array
 
 
-class Replicas(Protocol):
+class Replication(Protocol):
   """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
 
   def copies(self) -> Any: ...
@@ -118,7 +115,7 @@ class ExpertOutput(NamedTuple):
 def expert_forward(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replicas,
+  replicas: Replication,
   group_size_P: Array,
   activation: Activation,
   *,
@@ -162,7 +159,7 @@ def expert_forward(
 def _gated_kernel(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replicas,
+  replicas: Replication,
   group_size_P: Array,
   activation: Activation,
   keep_hidden: bool,
@@ -202,7 +199,7 @@ def _gated_kernel(
 def _gated(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replicas,
+  replicas: Replication,
   group_size_P: Array,
   activation: Activation,
   implementations: Implementations,
@@ -235,7 +232,7 @@ def expert_backward(
   rows_CD: Array,
   hidden: Hidden,
   home: ExpertWeights,
-  replicas: Replicas,
+  replicas: Replication,
   group_size_P: Array,
   activation: Activation,
   *,

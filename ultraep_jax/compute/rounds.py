@@ -15,11 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.tunings import Tunings
 from ultraep_jax.compute import experts
-from ultraep_jax.compute.experts import Activation
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations
 from ultraep_jax.transport import exchange, replicate
-from ultraep_jax.types import Array, ExpertWeights, Routes
+from ultraep_jax.types import Activation, Array, ExpertWeights, Routes
 
 # For `jax.checkpoint_policies.save_only_these_names`: rows spare backward a second dispatch,
 # hidden two of the three matmuls and the replicas for them, which have no name: they are made

@@ -68,7 +68,7 @@ def route_tokens(
     load_GE: ``[G, E]`` int32, the load matrix of all ranks.
     plan: the plan for that matrix.
     rank: this rank.
-    config: gives the rows per round and the implementation.
+    config: gives the implementation.
 
   Returns:
     The routes of this rank; memory is O(E·G + T·K).
@@ -83,7 +83,7 @@ def route_tokens(
   check_array("expert_index_TK", expert_index_TK, ("T", "K"), jnp.integer)
   if not isinstance(rank, Tracer) and not 0 <= int(rank) < num_ranks:
     raise ValueError(f"rank: expected one in [0, {num_ranks}), got {rank}")
-  arguments = (expert_index_TK, load_GE, plan, rank, config)
+  arguments = (expert_index_TK, load_GE, plan, rank)
   candidates = {
     "mosaic_gpu": lambda: _route_on_gpu(*arguments),
     "portable": lambda: _route(*arguments),
@@ -91,10 +91,8 @@ def route_tokens(
   return first_that_can(implementation.resolve(config.implementation), candidates)
 
 
-def _route(
-  expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int, config: BalanceConfig
-) -> Routes:
-  num_experts, num_ranks = plan.quota.shape
+def _route(expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int) -> Routes:
+  num_experts = plan.quota.shape[0]
   rank = jnp.asarray(rank, jnp.int32)
   lines = _expert_lines(load_GE, plan, rank)
 
@@ -113,14 +111,10 @@ def _route(
   )
   row_A = lines.row_start_EG[expert_A, host_A] + jnp.where(kept_A, ordinal_A, offset_A)
 
-  size_GP = slot_sizes(plan)
-  num_tokens, top_k = expert_index_TK.shape
-  capacity = row_capacity(num_tokens, top_k, num_ranks, config)
   return Routes(
     dest_TK=jnp.where(valid_A, host_A, -1).reshape(expert_index_TK.shape),
     row_TK=jnp.where(valid_A, row_A, 0).reshape(expert_index_TK.shape),
-    group_size_P=size_GP[rank],
-    num_rounds=num_rounds(plan, capacity),
+    group_size_P=slot_sizes(plan)[rank],
   )
 
 
@@ -129,7 +123,6 @@ def _route_on_gpu(
   load_GE: Array,
   plan: Plan,
   rank: Array | int,
-  config: BalanceConfig,
   tuning: Tuning | None = None,
 ) -> Routes:
   """What ``_route`` computes, bit for bit, by a kernel for Hopper.
@@ -137,21 +130,20 @@ def _route_on_gpu(
   Raises:
     NotImplementedError: nothing to route, or more experts than the kernel holds.
   """
-  (tokens, top_k), (num_experts, num_ranks) = expert_index_TK.shape, plan.quota.shape
+  num_experts, num_ranks = plan.quota.shape
   replica_GS = plan.replica_expert
   num_slots = num_experts // num_ranks + replica_GS.shape[1]
   if not replica_GS.shape[1]:  # the kernel wants a slot, if an empty one
     replica_GS = jnp.full((num_ranks, 1), -1, jnp.int32)
-  dest_TK, row_TK, size_P, rounds = route_rows(
+  dest_TK, row_TK, size_P = route_rows(
     expert_index_TK.astype(jnp.int32),
     load_GE,
     replica_GS,
     plan.quota,
     jnp.asarray(rank, jnp.int32),
-    capacity=row_capacity(tokens, top_k, num_ranks, config),
     tuning=tuning,
   )
-  return Routes(dest_TK, row_TK, size_P[:num_slots], rounds)
+  return Routes(dest_TK, row_TK, size_P[:num_slots])
 
 
 class _Lines(NamedTuple):

@@ -8,43 +8,22 @@ use the history of loads, ``eplb`` and ``lplb``, are modules with pure functions
 ``update`` for a state that the caller keeps, and ``planner(state)``.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import Planner as Planner
+from ultraep_jax.config import Strategy as Strategy
+from ultraep_jax.config import check_choice
 from ultraep_jax.strategies import eplb as eplb
 from ultraep_jax.strategies import eplb_plus, exact, ideal, quota
 from ultraep_jax.strategies import lplb as lplb
 from ultraep_jax.strategies import none as none
-from ultraep_jax.types import Array, Plan, PlanCost
 
-Planner = Callable[[Array, BalanceConfig, PlanCost | None], Plan]
-Reassign = Callable[[Array, Array | int, int, int], Array]
-
-
-class Strategy(NamedTuple):
-  """How a layer is balanced.
-
-  Attributes:
-    name: for messages.
-    plan: makes a ``Plan`` from the load matrix; the same on every rank, which otherwise wait for
-      each other for ever.
-    reassign: ``(expert_index_TK, rank, num_experts, num_ranks) -> expert_index_TK``, replaces
-      the router's choice before loads are counted. ``None``: the choice stands.
-  """
-
-  name: str
-  plan: Planner
-  reassign: Reassign | None = None
-
-
-_STRATEGIES = {
-  "quota": Strategy("quota", quota.plan),
-  "none": Strategy("none", none.plan),
-  "ideal": Strategy("ideal", none.plan, ideal.reassign),
-  "exact": Strategy("exact", exact.plan),
-  "eplb+": Strategy("eplb+", eplb_plus.plan),
-}
+_STRATEGIES = (
+  Strategy("quota", quota.plan),
+  Strategy("none", none.plan),
+  Strategy("ideal", none.plan, ideal.reassign),
+  Strategy("exact", exact.plan),
+  Strategy("eplb+", eplb_plus.plan),
+)
+_BY_NAME = {strategy.name: strategy for strategy in _STRATEGIES}
 
 
 def resolve(strategy: str | Strategy | Planner) -> Strategy:
@@ -57,9 +36,8 @@ def resolve(strategy: str | Strategy | Planner) -> Strategy:
   if isinstance(strategy, Strategy):
     return strategy
   if isinstance(strategy, str):
-    if strategy not in _STRATEGIES:
-      raise ValueError(f"strategy: expected one of {tuple(_STRATEGIES)}, got {strategy!r}")
-    return _STRATEGIES[strategy]
+    check_choice("strategy", strategy, tuple(_BY_NAME))
+    return _BY_NAME[strategy]
   if callable(strategy):
     return Strategy(getattr(strategy, "__name__", "custom"), strategy)
   raise TypeError(

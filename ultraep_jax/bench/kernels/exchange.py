@@ -94,7 +94,7 @@ def on_mesh(mesh: jax.sharding.Mesh, function: Callable[..., Any]) -> Callable[.
 
 
 def crossing(kind: Any, dest_TK: Array, row_TK: Array, capacity: int, width: int) -> Any:
-  routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
+  routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
   if kind is push_exchange:
     return push_exchange.cross(routes, 0, capacity, AXIS, width=width, dtype=jnp.bfloat16)
   return block_exchange.cross(routes, 0, capacity, AXIS)

@@ -204,8 +204,7 @@ def time_routes(num_experts: int, num_ranks: int, tokens: int, tunings: Sequence
   args = (jnp.asarray(index_TK), jnp.asarray(load_GE), plan, jnp.int32(0))
   operations = {named(t): functools.partial(route._route_on_gpu, tuning=t) for t in tunings}
   for name, operation in (operations | {"portable": route._route}).items():
-    routes = functools.partial(operation, config=config)
-    print(f"route E{num_experts} G{num_ranks} T{tokens} K8, {name}: {profile(routes, *args)}")
+    print(f"route E{num_experts} G{num_ranks} T{tokens} K8, {name}: {profile(operation, *args)}")
 
 
 def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuning: Tuning) -> None:
@@ -219,8 +218,8 @@ def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuni
 
     def both(args: tuple[Array, Array]) -> Array:
       index_TK, rank = args
-      left = route._route_on_gpu(index_TK, load_GE, plan, rank, config, tuning)
-      right = route._route(index_TK, load_GE, plan, rank, config)
+      left = route._route_on_gpu(index_TK, load_GE, plan, rank, tuning)
+      right = route._route(index_TK, load_GE, plan, rank)
       return differ(left, right)
 
     return lax.map(both, (index_GTK, jnp.arange(num_ranks, dtype=jnp.int32)))

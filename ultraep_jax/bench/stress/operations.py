@@ -72,7 +72,7 @@ KERNELS = (kernels(None, None), kernels(Tuning(8, 3, 2048), _FEW, in_turns=True)
 
 def _portable() -> Operations:
   def cross(to: Crossing) -> block_exchange.BlockCrossing:
-    routes = Routes(to.dest_TK, to.row_TK, jnp.zeros(1, jnp.int32), jnp.int32(1))
+    routes = Routes(to.dest_TK, to.row_TK, jnp.zeros(1, jnp.int32))
     return block_exchange.cross(routes, 0, to.capacity, AXIS)
 
   # As bits: where XLA computes bfloat16 in float32, signalling NaNs come out quiet.
