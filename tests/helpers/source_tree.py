@@ -3,7 +3,6 @@
 import ast
 import functools
 import pathlib
-from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("ultraep_jax", "pallas_kernels", "examples", "tests")
@@ -26,9 +25,9 @@ FILES = files("*.py")
 
 @functools.cache
 def imported_modules(path: str) -> frozenset[str]:
-  """Names of the modules that a file imports at run time; our own ones in full."""
+  """Names of the modules that a file imports, also for types alone; our own ones in full."""
   modules: set[str] = set()
-  for node in _runtime_nodes(ast.parse((ROOT / path).read_text())):
+  for node in ast.walk(ast.parse((ROOT / path).read_text())):
     if isinstance(node, ast.Import):
       modules |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
@@ -38,15 +37,6 @@ def imported_modules(path: str) -> frozenset[str]:
         child = f"{parent}.{alias.name}"
         modules.add(child if source_file(child) else parent)
   return frozenset(modules)
-
-
-def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-  """All nodes but those under ``if TYPE_CHECKING``."""
-  for node in ast.iter_child_nodes(tree):
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-      continue
-    yield node
-    yield from _runtime_nodes(node)
 
 
 @functools.cache

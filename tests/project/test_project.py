@@ -1,4 +1,4 @@
-"""The project as a whole: packaging, Bazel targets, import order, command line, documents."""
+"""The project as a whole: public names, documents, the wheel."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from source_tree import FILES, ROOT, imported_modules, source_file
+from source_tree import FILES, ROOT
 
 import ultraep_jax
 
@@ -31,80 +31,6 @@ DATA = {
     f"ultraep_jax/simulate/calibrations/{name}.json" for name in ("h200", "h200_portable", "nvl64")
   ),
 }
-
-# Modules import only from lines below their own. Packages count as one module.
-LAYERS = (
-  ("__main__",),
-  ("cli",),
-  ("commands",),
-  ("__init__",),
-  ("bench",),
-  ("serve",),
-  ("models",),
-  ("packed",),
-  ("simulate",),
-  ("viewer",),
-  ("trace",),
-  ("selfcheck",),
-  ("testing",),
-  ("workloads",),
-  ("linen", "nnx"),
-  ("block",),
-  ("sharded",),
-  ("moe",),
-  ("rounds", "stats", "gating"),
-  ("strategies",),
-  ("exchange", "experts", "replicate"),
-  ("block_exchange", "push_exchange", "ring_replicate", "tile_matmul"),
-  ("plan", "route"),
-  ("exact",),
-  ("checks", "greedy", "relay", "load", "doctor"),
-  ("mesh", "integers", "implementation", "processes", "progress", "wire"),
-  ("config",),
-  ("types",),
-)
-
-
-# --- imports ---------------------------------------------------------------------------------
-
-
-def layer_of(path: str) -> int:
-  name = pathlib.PurePath(path).parts[1].removesuffix(".py")
-  matches = [i for i, names in enumerate(LAYERS) if name in names]
-  assert matches, f"{path}: expected a place in LAYERS, got none"
-  return matches[0]
-
-
-@pytest.mark.parametrize("path", [f for f in FILES if f.startswith("ultraep_jax/")])
-def test_imports_point_down(path):
-  package = pathlib.PurePath(path).parts[1]
-  for module in imported_modules(path):
-    target = source_file(module)
-    if target is None or pathlib.PurePath(target).parts[1] == package:
-      continue
-    if target.startswith("pallas_kernels/"):
-      continue  # below everything, as the next test says
-    assert layer_of(path) < layer_of(target), f"{path} imports {target}, which is not below it"
-
-
-def test_kernels_import_nothing_of_the_library():
-  for path in FILES:
-    if path.startswith("pallas_kernels/"):
-      assert not {m for m in imported_modules(path) if m.startswith("ultraep_jax")}, path
-
-
-def test_import_changes_nothing():
-  """Importing queries no device, and changes no flag of jax and no environment variable."""
-  code = """
-import os, jax, flax
-flags, environment = dict(jax.config.values), dict(os.environ)
-import ultraep_jax, ultraep_jax.cli, pallas_kernels
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized(), "devices were queried"
-assert dict(jax.config.values) == flags, "a flag changed"
-assert dict(os.environ) == environment, "the environment changed"
-"""
-  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 # --- public names ----------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Imports run downwards through the layers and nowhere in a circle, and cost little."""
+
+import graphlib
+import subprocess
+import sys
+
+import pytest
+from source_tree import FILES, ROOT, imported_modules, source_file
+
+# Folders and modules from the top down. A file belongs to the longest that begins its path; what
+# stands on one line does not import each other.
+LAYERS = """
+tests
+tests/helpers examples
+ultraep_jax/__main__
+ultraep_jax/cli
+ultraep_jax/commands
+ultraep_jax/__init__
+ultraep_jax/bench/stress ultraep_jax/bench/tune
+ultraep_jax/bench/kernels ultraep_jax/bench/matrix ultraep_jax/bench/prefill ultraep_jax/bench/train
+ultraep_jax/bench/layer
+ultraep_jax/bench/contest
+ultraep_jax/bench
+ultraep_jax/linen ultraep_jax/models ultraep_jax/nnx ultraep_jax/serve
+ultraep_jax/block ultraep_jax/tools
+ultraep_jax/sharded
+ultraep_jax/moe
+ultraep_jax/compute ultraep_jax/simulate ultraep_jax/viewer
+ultraep_jax/stats ultraep_jax/strategies ultraep_jax/trace ultraep_jax/transport
+ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
+ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
+ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed
+ultraep_jax/types ultraep_jax/workloads
+pallas_kernels/__init__
+pallas_kernels/tunings
+pallas_kernels/matmul pallas_kernels/routing
+pallas_kernels/planner pallas_kernels/top_k pallas_kernels/transfer
+pallas_kernels/support pallas_kernels/varying pallas_kernels/warp
+"""
+PLACES = {place: layer for layer, line in enumerate(LAYERS.split("\n")) for place in line.split()}
+
+
+def place_of(path: str) -> str:
+  names = path.removesuffix(".py").split("/")
+  places = ("/".join(names[:length]) for length in range(len(names), 0, -1))
+  place = next((place for place in places if place in PLACES), None)
+  assert place, f"{path}: expected a place in LAYERS, got none"
+  return place
+
+
+def imported_files(path: str) -> set[str]:
+  return {file for module in imported_modules(path) if (file := source_file(module))} - {path}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_point_down(path):
+  place = place_of(path)
+  for target in imported_files(path):
+    below = place_of(target)
+    assert place == below or PLACES[place] < PLACES[below], f"{path} imports {target}"
+
+
+def test_nothing_imports_itself_through_others():
+  """Not even for types, or within a function."""
+  graph = graphlib.TopologicalSorter({path: imported_files(path) for path in FILES})
+  graph.prepare()  # raises CycleError, which names the files
+
+
+def test_every_place_is_there():
+  assert set(map(place_of, FILES)) == set(PLACES)
+
+
+def test_import_changes_nothing():
+  """Importing queries no device, and changes no flag of jax and no environment variable."""
+  code = """
+import os, jax, flax
+flags, environment = dict(jax.config.values), dict(os.environ)
+import ultraep_jax, ultraep_jax.cli, pallas_kernels
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "devices were queried"
+assert dict(jax.config.values) == flags, "a flag changed"
+assert dict(os.environ) == environment, "the environment changed"
+"""
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
