@@ -69,6 +69,7 @@ def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> 
   dtypes = {str(leaf.dtype) for leaf in weights}
   if len(dtypes) > 1:
     raise TypeError(f"weights: expected one dtype, got {sorted(dtypes)}")
+  check_compute_dtype("weights", weights.wo)  # numbers in FP8 mean nothing without scales
 
 
 def check_activation(activation: Any, shape: tuple[int, ...], dtype: Any) -> None:

@@ -20,7 +20,8 @@ from pallas_kernels.warp.branches import one_if, when
 
 Array = jax.Array
 
-SCALED = 128  # values of a row that share a scale
+SCALED = 128  # values of a row that share a scale: the last of a row may be fewer
+_SCALES_UNIT = 4  # scales of 16 bytes, the unit of bulk copies
 _SCALES, _VALUES = 0, 1  # the arrays of scaled rows: a token's scales are loaded first
 _UNROLLED = 4  # blocks of values that are multiplied together, so that their loads overlap
 
@@ -97,7 +98,7 @@ def dispatch_scaled(
 
   Args:
     value_TD: ``[T, D]`` float8_e4m3fn, D a multiple of 128.
-    scale_TB: ``[T, B]`` float32, one for each 128 values; B a multiple of 4.
+    scale_TB: ``[T, B]`` float32, one for each 128 values; B is ``num_scales(D)``.
     dest_TK: as for ``dispatch``, like the other arguments.
     row_TK: the same.
     received_GTK: the same.
@@ -120,6 +121,15 @@ def dispatch_scaled(
     arrays, jnp.dtype(dtype), dest_TK, row_TK, received_GTK, capacity, axis_name, tuning
   )
   return rows_CD
+
+
+def num_scales(width: int) -> int:
+  """B, the scales of a row of ``width`` values: one for each 128, and up to a multiple of 4.
+
+  >>> num_scales(4096), num_scales(200)
+  (32, 4)
+  """
+  return -(-width // (SCALED * _SCALES_UNIT)) * _SCALES_UNIT
 
 
 def _launch(
@@ -357,8 +367,9 @@ def _check_scaled(value_TD: Array, scale_TB: Array, dtype: Any) -> None:
     raise NotImplementedError(
       f"value_TD: expected [T, D], D a multiple of {SCALED}, got {value_TD.shape}"
     )
-  blocks = value_TD.shape[1] // SCALED
-  if scale_TB.dtype != jnp.float32 or scale_TB.ndim != 2 or scale_TB.shape[1] < blocks:
+  scales = num_scales(value_TD.shape[1])
+  if scale_TB.dtype != jnp.float32 or scale_TB.ndim != 2 or scale_TB.shape[1] != scales:
     raise ValueError(
-      f"scale_TB: expected float32 [T, at least {blocks}], got {scale_TB.dtype} {scale_TB.shape}"
+      f"scale_TB: expected float32 [T, {scales}], one for each {SCALED} values, got "
+      f"{scale_TB.dtype} {scale_TB.shape}"
     )

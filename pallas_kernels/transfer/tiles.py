@@ -119,9 +119,14 @@ def cut(name: str, arrays: Sequence[Array], tuning: Tuning) -> list[Tiles]:
   Raises:
     NotImplementedError: a dtype that bulk copies cannot move, or a row that is not a multiple of
       16 bytes.
+    ValueError: a tuning whose tiles have no room for a buffer of each dtype.
   """
-  dtypes = {array.dtype for array in arrays}
-  most = tuning.tile_bytes // max(len(dtypes), 1) // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
+  num_dtypes = max(len({array.dtype for array in arrays}), 1)
+  if tuning.tile_bytes < (least := num_dtypes * _SHARED_ALIGNMENT):
+    raise ValueError(
+      f"tile_bytes: expected at least {least} for {num_dtypes} dtypes, got {tuning.tile_bytes}"
+    )
+  most = tuning.tile_bytes // num_dtypes // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
   tiles: list[Tiles] = []
   before = 0
   for index, array in enumerate(arrays):

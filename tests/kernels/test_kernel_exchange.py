@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import covering_array
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 
 from pallas_kernels.transfer.chunks import Tuning
 from pallas_kernels.transfer.combine import combine
 from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+from ultraep_jax.bench.covering import covering_array
 
 TUNING = Tuning(blocks=1, workers=2, tile_bytes=512)
 ONE_AXIS = ((4, "expert"),)
@@ -245,10 +245,18 @@ def test_dispatch_says_what_is_wrong(kind, message, changed):
   [
     (NotImplementedError, "D a multiple of 128", {"x": zeros(3, 192, dtype=jnp.float8_e4m3fn)}),
     (NotImplementedError, "expected float8_e4m3fn", {"x": zeros(3, 128, dtype=jnp.int8)}),
-    (ValueError, "at least 5", {"x": zeros(3, 640, dtype=jnp.float8_e4m3fn)}),
+    (ValueError, r"\[T, 8\], one for each 128", {"x": zeros(3, 640, dtype=jnp.float8_e4m3fn)}),
+    (ValueError, r"\[T, 4\], one for each 128", {"scale": zeros(3, 8, dtype=jnp.float32)}),
     (ValueError, "scale_TB: expected float32", {"scale": zeros(3, 4)}),
     (ValueError, "arrays: expected a leading size", {"scale": zeros(4, 4, dtype=jnp.float32)}),
-    (NotImplementedError, "a row that fits", {"scale": zeros(3, 128, dtype=jnp.float32)}),
+    (
+      NotImplementedError,
+      "a row that fits",
+      {
+        "x": zeros(3, 16_384, dtype=jnp.float8_e4m3fn),
+        "scale": zeros(3, 128, dtype=jnp.float32),
+      },
+    ),
   ],
 )
 def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):

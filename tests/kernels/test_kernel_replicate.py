@@ -261,6 +261,13 @@ def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
   assert np.ptp(dealt) <= 1
 
 
+def test_tiles_have_room_for_every_dtype():
+  arrays = [np.zeros((1, 32), dtype) for dtype in (np.float32, np.int8, np.int16)]
+  assert len(tiles.cut("arrays", arrays, Tuning(tile_bytes=384))) == 3
+  with pytest.raises(ValueError, match="tile_bytes: expected at least 384 for 3 dtypes, got 256"):
+    tiles.cut("arrays", arrays, Tuning(tile_bytes=256))
+
+
 def visited(tile, worker, num_workers):
   offsets = []
   with jax.disable_jit():

@@ -111,6 +111,11 @@ WRONG = {
     TypeError,
     "weights: expected one dtype, got",
   ),
+  "float8 weights without scales": (
+    {"weights": jax.tree.map(lambda leaf: leaf.astype("float8_e4m3fn"), arguments()["weights"])},
+    TypeError,
+    "weights: expected bfloat16, float16 or float32, got float8_e4m3fn",
+  ),
   "E not divisible by G": (
     {"weights": jax.tree.map(lambda leaf: leaf[:7], arguments()["weights"])},
     ValueError,

@@ -17,6 +17,7 @@ import ultraep_jax as uep
 
 CASES = {
   "default": {},
+  "two groups": {},
   "no slots": {"replica_slots": 0},
   "fp8": {"dispatch_dtype": "float8_e4m3fn"},
   "batch invariant": {"batch_invariant": True},
@@ -31,7 +32,7 @@ def test_lowers_for_one_gpu(case, available, monkeypatch):
   monkeypatch.setattr(mosaic_gpu, "is_single_process_multi_device_topology", lambda: False)
   monkeypatch.setattr(mosaic_gpu, "is_nvshmem_available", lambda: available)
   config = dataclasses.replace(CONFIG, **{"replica_slots": 2, **CASES[case]})
-  mesh = make_mesh(1)
+  mesh = make_mesh(1, data=2 if case == "two groups" else 1)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config)
     arguments = model_arguments("glm4.5-106b", mesh)

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from pallas_kernels.transfer.dispatch import SCALED, num_scales
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array
 
-BLOCK = 128  # channels that share a scale; the last block of a row may hold fewer
 _LARGEST = 448.0  # of float8_e4m3fn
 _LEAST_SCALE = 2.0**-116  # subnormals of float32 are below half the least value at this scale
-_SCALES = 4  # a row has a multiple of so many scales, 16 bytes, which is what kernels move
 
 
 def pack(x_TD: Array, dtype: DispatchDtype | None) -> list[Array]:
@@ -42,9 +41,9 @@ def pack(x_TD: Array, dtype: DispatchDtype | None) -> list[Array]:
   if dtype is None:
     return [x_TD]
   tokens, width = x_TD.shape
-  blocks = -(-width // (BLOCK * _SCALES)) * _SCALES
-  padded_TD = jnp.pad(x_TD.astype(jnp.float32), [(0, 0), (0, blocks * BLOCK - width)])
-  x_TBX = padded_TD.reshape(tokens, blocks, BLOCK)
+  blocks = num_scales(width)
+  padded_TD = jnp.pad(x_TD.astype(jnp.float32), [(0, 0), (0, blocks * SCALED - width)])
+  x_TBX = padded_TD.reshape(tokens, blocks, SCALED)
   scale_TB = jnp.max(jnp.abs(x_TBX), axis=2) * jnp.float32(1 / _LARGEST)
   scale_TB = jnp.maximum(scale_TB, jnp.float32(_LEAST_SCALE))
   value_TBX = (x_TBX * (1 / scale_TB)[:, :, None]).astype(jnp.dtype(dtype))
@@ -62,7 +61,7 @@ def unpack(arrays: Sequence[Array], dtype: jnp.dtype) -> Array:
     return arrays[0]
   value_ND, scale_NB = arrays
   rows, width = value_ND.shape
-  scale_NBX = jnp.broadcast_to(scale_NB[:, :, None], (*scale_NB.shape, BLOCK))
+  scale_NBX = jnp.broadcast_to(scale_NB[:, :, None], (*scale_NB.shape, SCALED))
   scale_ND = scale_NBX.reshape(rows, -1)[:, :width]
   return (value_ND.astype(jnp.float32) * scale_ND).astype(dtype)
 
@@ -75,5 +74,4 @@ def token_bytes(width: int, itemsize: int, dtype: DispatchDtype | None) -> int:
   """
   if dtype is None:
     return width * itemsize
-  blocks = -(-width // (BLOCK * _SCALES)) * _SCALES
-  return width + 4 * blocks
+  return width + 4 * num_scales(width)
