@@ -1,6 +1,7 @@
 """Importing Megatron-LM's router traces."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import TraceError, import_megatron
-from ultraep_jax.trace import format as files
+from ultraep_jax.trace import disk as files
+from ultraep_jax.trace.summary import summarise
 
 E, G, K = 8, 4, 2
 
@@ -127,6 +129,9 @@ def test_microbatches_behind_a_damaged_line_are_left_out(tmp_path):
   assert trace.manifest.metadata["damaged_lines"] == 1
 
 
+LINE = '{"step": %s, "layer": %s, "top_indices": %s}'
+
+
 @pytest.mark.parametrize(
   ("line", "message"),
   [
@@ -136,6 +141,25 @@ def test_microbatches_behind_a_damaged_line_are_left_out(tmp_path):
     ('{"step": 1, "layer": 2, "top_indices": [[0], [0, 1]]}', "expected rows of equal length"),
     ('{"step": 1, "layer": 2, "top_indices": [[NaN]]}', "expected rows of integers, got float64"),
     ('{"step": 1, "layer": 2, "top_indices": [0, 1]}', "expected rows of integers"),
+    (LINE % ("1", "2", "[[1e400]]"), "expected rows of integers, got float64"),
+    (LINE % ("1", "2", f"[[{2**70}]]"), "expected rows of integers, got object"),
+    (LINE % ("1", "2", "[[true]]"), "expected rows of integers, got bool"),
+    (LINE % ("1", "2", '"text"'), "expected rows of integers"),
+    (LINE % ("1", "2", '{"0": 1}'), "expected rows of integers"),
+    (LINE % ("1", "2", "null"), "expected rows of integers"),
+    (LINE % ("1", "2", "[" * 99 + "1" + "]" * 99), "top_indices: expected rows of"),
+    (LINE % ("1", "2", "[[0]]") + " x", "expected a step and layer that all ranks have, got none"),
+    (LINE % (2**63, "2", "[[0]]"), "expected a step and a layer, got 9223372036854775808 and 2"),
+    (LINE % (10**4000, "2", "[[0]]"), "expected a step and a layer, got 10"),
+    (LINE % ("1", "-1", "[[0]]"), "expected a step and a layer, got 1 and -1"),
+    (LINE % ("1", "true", "[[0]]"), "expected integers, got step 1 and layer True"),
+    (LINE % ("1", '2, "block": "\\ud800"', "[[0]]"), "expected a block's name, got '.ud800'"),
+    (LINE % ("1", '2, "block": "\\u0000"', "[[0]]"), "expected a block's name"),
+    (LINE % ("1", '2, "block": {"x": []}', "[[0]]"), "expected a block's name, got {'x'"),
+    (LINE % ("1", '2, "mtp_idx": null', "[[0]]"), "expected a block's name, got .* and None"),
+    ("[" * 10**5, "expected a step and layer that all ranks have, got none"),
+    ('{"step": ' * 10**5, "expected a step and layer that all ranks have, got none"),
+    (LINE % ("9" * 5000, "2", "[[0]]"), "expected a step and layer that all ranks have, got none"),
     ("not json", "expected a step and layer that all ranks have, got none"),
     ("", "expected a step and layer that all ranks have, got none"),
   ],
@@ -145,6 +169,31 @@ def test_foreign_lines(tmp_path, line, message):
   with pytest.raises(TraceError, match=message):
     import_megatron(tmp_path, tmp_path / "to", num_experts=E)
   assert not (tmp_path / "to").exists()
+
+
+def test_what_is_there_instead_of_a_file(tmp_path):
+  (tmp_path / "router_trace_rank0.jsonl").mkdir()
+  with pytest.raises(TraceError, match=r"router_trace_rank0.jsonl: expected a file"):
+    import_megatron(tmp_path, tmp_path / "to", num_experts=E)
+  (tmp_path / "router_trace_rank0.jsonl").rmdir()
+  os.mkfifo(tmp_path / "router_trace_rank0.jsonl")
+  with pytest.raises(TraceError, match=r"router_trace_rank0.jsonl: expected a file"):
+    import_megatron(tmp_path, tmp_path / "to", num_experts=E)
+  (tmp_path / "router_trace_rank0.jsonl").unlink()
+  for name in ("0", "00"):
+    (tmp_path / f"router_trace_rank{name}.jsonl").write_text(LINE % ("1", "2", "[[0]]"))
+  with pytest.raises(TraceError, match=r"expected one file of a rank, got .* of rank 0 too"):
+    import_megatron(tmp_path, tmp_path / "to", num_experts=E)
+  assert not (tmp_path / "to").exists()
+
+
+def test_numbers_and_names_from_elsewhere_can_be_read(tmp_path):
+  source = tmp_path / os.fsdecode(b"run \xff")
+  write(source, [record(-(2**63), 10**6, [[0, 2**62]], block="\u00e9 "), record(1, 0, [])], 0)
+  trace = import_megatron(source, tmp_path / "to", num_experts=E)
+  assert trace.manifest.name == "run ?" and trace.invalid_N.tolist() == [1, 0]
+  assert trace.step_N.tolist() == [-(2**63), 1] and not trace.problems
+  json.dumps(summarise(trace))
 
 
 def test_wrong_folders_and_numbers(tmp_path):

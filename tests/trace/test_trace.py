@@ -1,12 +1,13 @@
-"""Recording and reading traces: contents, order, crashes, damage, hostile files."""
+"""Recording and reading traces: contents, order, wrong calls, cost."""
 
+import concurrent.futures
+import functools
 import json
 import os
-import pathlib
-import signal
-import subprocess
-import sys
+import threading
 import time
+import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,8 @@ import traces
 
 import ultraep_jax as uep
 from ultraep_jax.trace import Recorder, TraceError, read
-from ultraep_jax.trace import format as files
+from ultraep_jax.trace import disk as files
 from ultraep_jax.trace.summary import summarise
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def stacked(values):
@@ -171,14 +170,6 @@ def test_every_and_several_chunks(tmp_path):
   assert read(tmp_path).step_N.tolist() == [0, 3, 6]
 
 
-def test_memory_is_bounded(tmp_path):
-  stats = traces.stats_of(traces.loads(0))
-  with Recorder(tmp_path, flush_seconds=1e9, flush_bytes=1) as recorder:
-    recorder.record(0, stats, axes=())
-    recorder.record(1, stats, axes=())
-  assert len(files.chunks(tmp_path)) == 2
-
-
 def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
   with Recorder(tmp_path) as recorder:
     for step in range(4):
@@ -240,6 +231,75 @@ def test_bad_values_are_refused_when_written(tmp_path, change, message):
   assert not files.chunks(tmp_path)
 
 
+def test_a_call_that_is_refused_keeps_nothing(tmp_path):
+  stats = traces.stats_of(traces.loads(0))
+  with Recorder(tmp_path) as recorder:
+    for step, layers, microbatch, error, message in (
+      (0, {"a": stats, "b": 3}, 0, TypeError, "expected LayerStats by layer, got int"),
+      (0, {"a": stats, "b\0": stats}, 0, ValueError, "names of layers without a zero"),
+      (0, {"a": stats, "\ud800": stats}, 0, ValueError, "names of layers that are text"),
+      (0, {"a": stats}, -1, ValueError, r"microbatch: expected a value in \[0, "),
+      (2**63, {"a": stats}, 0, ValueError, "step: expected a value in"),
+      (1.5, {"a": stats}, 0, TypeError, "cannot be interpreted as an integer"),
+    ):
+      with pytest.raises(error, match=message):
+        recorder.record(step, layers, microbatch=microbatch, axes=())
+    with pytest.raises(ValueError, match=r"expert_load_E: expected the leading axes \(1,\)"):
+      recorder.record(0, stats._replace(load_GE=stats.load_GE[None]), axes=("group",))
+    recorder.record(np.int64(7), {"c": stats}, microbatch=jnp.int32(2), axes=())
+  trace = read(tmp_path)
+  assert (trace.step_N, trace.layers, trace.microbatch_N) == ([7], ["c"], [2])
+
+
+def test_a_closed_recorder_says_so(tmp_path, monkeypatch):
+  """In every process, also in those that write nothing."""
+  stats = traces.stats_of(traces.loads(0))
+  for process in (0, 1):
+    monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+    recorder = Recorder(tmp_path, every=2)
+    recorder.record(0, stats, axes=())
+    recorder.close()
+    recorder.close()
+    for call in (
+      lambda recorder=recorder: recorder.record(0, stats, axes=()),
+      lambda recorder=recorder: recorder.record(1, stats, axes=()),
+      recorder.flush,
+    ):
+      with pytest.raises(RuntimeError, match="recorder: expected an open one, got one that was"):
+        call()
+  assert read(tmp_path).step_N.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+  "metadata",
+  [
+    {"a": "\ud800"},
+    {(1, 2): 3},
+    {"a": 10**5000},
+    functools.reduce(lambda x, _: {"x": x}, [0] * 9999),
+  ],
+)
+def test_metadata_that_nobody_could_read_is_refused_at_once(tmp_path, metadata):
+  with pytest.raises(ValueError, match="metadata: expected what JSON can say, got: "):
+    Recorder(tmp_path, metadata=metadata)
+
+
+def test_what_is_recorded_can_be_read(tmp_path):
+  """Names from elsewhere, and metadata of every kind."""
+  folder = tmp_path / os.fsdecode(b"run \xff")
+  config = uep.BalanceConfig(strategy=lambda load_GE, config, cost: None)
+  metadata = types.MappingProxyType({"path": tmp_path, "\u00e9": [None, {"x": 1e400}]})
+  stats = traces.stats_of(traces.loads(0))
+  names = ["", "a\nb", "\u00e9\U0001f600", " ", "<b>"]
+  with Recorder(folder, config=config, metadata=metadata) as recorder:
+    recorder.record(-(2**63), dict.fromkeys(names, stats), axes=())
+    recorder.record(2**63 - 1, stats, axes=(), microbatch=2**31 - 1)
+  trace = read(folder)
+  assert trace.layers == ["0", *names[1:]] and trace.manifest.name == "run ?"
+  assert trace.manifest.metadata["path"] == str(tmp_path)
+  json.dumps(summarise(trace))
+
+
 def test_layers_of_other_shapes_are_refused(tmp_path):
   small, large = (traces.stats_of(traces.loads(0, experts=e)) for e in (8, 16))
   recorder = Recorder(tmp_path / "a")
@@ -276,169 +336,89 @@ def test_a_folder_without_rights(tmp_path):
     (folder / files.MANIFEST).chmod(0o600)
 
 
-# --- crashes and damage ----------------------------------------------------------------------
-
-
-def test_a_killed_run_loses_at_most_the_last_flush(tmp_path):
-  """The process is killed in the midst of recording and writing, some thirty times a second."""
-  code = """
-import sys
-import traces
-from ultraep_jax.trace import Recorder
-stats = {i: traces.stats_of(traces.loads(i)) for i in range(4)}
-recorder = Recorder(sys.argv[1], flush_seconds=0.03)
-print("ready", flush=True)
-for step in range(10**9):
-  recorder.record(step, stats[step % 4], axes=())
-  if step % 500 == 499:
-    recorder.flush()
-    print(step, flush=True)
-"""
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-  command = [sys.executable, "-c", code, str(tmp_path)]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    flushed = [int(child.stdout.readline()) for _ in range(2)][-1]
-    time.sleep(0.05)
-    child.send_signal(signal.SIGKILL)
-  (tmp_path / "chunk-99999999.partial").write_bytes(b"as a kill in the midst of writing leaves")
-  trace = read(tmp_path)
-  assert not trace.problems
-  assert trace.step_N.tolist() == list(range(len(trace))) and len(trace) > flushed
-  with Recorder(tmp_path) as recorder:  # and goes on
-    recorder.record(len(trace), traces.stats_of(traces.loads(0)), axes=())
-  assert len(read(tmp_path)) == len(trace) + 1
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
-def test_a_truncated_chunk_is_left_out_and_named(tmp_path, kept):
-  traces.write(tmp_path)
-  first, second = files.chunks(tmp_path)
-  content = second.read_bytes()
-  second.write_bytes(content[: int(len(content) * kept)])
-  trace = read(tmp_path)
-  assert set(trace.step_N) == {0, 1, 2, 3}
-  assert len(trace.problems) == 1 and trace.problems[0].startswith(
-    f"{second.name}: expected a whole chunk, got a damaged one"
-  )
-  first.write_bytes(b"")
-  with pytest.raises(TraceError, match="expected readable chunks, got none"):
-    read(tmp_path)
-
-
-def test_flipped_bytes_never_read_as_other_loads(tmp_path):
-  traces.write(tmp_path, steps=2, layers=1)
-  expected = read(tmp_path)
-  (chunk, *_) = files.chunks(tmp_path)
-  content = chunk.read_bytes()
-  rng = np.random.default_rng(0)
-  for at in rng.integers(0, len(content), 60):
-    damaged = bytearray(content)
-    damaged[at] ^= 0x55
-    chunk.write_bytes(damaged)
-    try:
-      trace = read(tmp_path)
-    except TraceError:
-      continue
-    kept = np.isin(expected.step_N, trace.step_N)
-    np.testing.assert_array_equal(trace.load_NGE, expected.load_NGE[kept])
-
-
-def rewritten(folder: pathlib.Path, **changes: object) -> None:
-  """Replaces columns of the first chunk; None takes one away."""
-  chunk = files.chunks(folder)[0]
-  with np.load(chunk) as file:
-    columns = {name: file[name] for name in file.files} | changes
-  with chunk.open("wb") as file:
-    arrays = {name: column for name, column in columns.items() if column is not None}
-    np.savez_compressed(file, allow_pickle=True, **arrays)  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"load_NGE": None}, "expected the columns of a trace, got none .*load_NGE"),
-    ({"load_NGE": np.zeros((2, 4, 4), int)}, r"load_NGE: expected shape \(2, 4, 8\), got"),
-    ({"load_NGE": np.full((2, 4, 8), -1)}, r"load_NGE: expected values in \[0, .* got -1"),
-    ({"load_NGE": np.full((2, 4, 8), 2**40)}, r"load_NGE: expected values in \[0, .* got 10995"),
-    ({"after_NG": np.full((2, 4), np.nan)}, "after_NG: expected another type than float64"),
-    ({"replica_bytes_N": np.full(2, np.nan)}, "replica_bytes_N: expected finite values, got nan"),
-    ({"after_NG": np.zeros((2, 4), int)}, "after_NG: expected the sum of load_NGE"),
-    ({"planned_NG": np.zeros((2, 4), int)}, "planned_NG: expected the sum of load_NGE"),
-    ({"replica_load_NGS": np.full((2, 4, 2), 2**20)}, "replica_load_NGS: expected"),
-    ({"replica_parent_NGS": np.full((2, 4, 2), 4)}, r"replica_parent_NGS: .* \[-1, 4\), got 4"),
-    ({"layer_N": np.arange(2)}, "layer_N: expected another type than int"),
-    ({"layer_N": np.array([print] * 2, object)}, "got a damaged one: .*allow_pickle"),
-  ],
-)
-def test_hostile_chunks_are_named(tmp_path, changes, message):
-  traces.write(tmp_path, steps=1, layers=2)
-  rewritten(tmp_path, **changes)
-  with pytest.raises(TraceError, match=message):
-    read(tmp_path)
-
-
-@pytest.mark.parametrize(
-  ("content", "message"),
-  [
-    ("", "it is damaged or of another program"),
-    ("[1, 2]", "it is of another program"),
-    ('{"format": "another"}', "it is of another program"),
-    ('{"format": "ultraep_jax trace", "version": 2}', "expected version 1, got 2"),
-    ('{"format": "ultraep_jax trace", "version": 1}', "name: expected str, got None"),
-    ("\ufffd\x00", "it is damaged or of another program"),
-  ],
-)
-def test_foreign_manifests(tmp_path, content, message):
-  (tmp_path / files.MANIFEST).write_text(content)
-  with pytest.raises(TraceError, match=message):
-    read(tmp_path)
-
-
-@pytest.mark.parametrize(
-  ("name", "value", "message"),
-  [
-    ("num_ranks", "4", "num_ranks: expected int, got '4'"),
-    ("num_ranks", True, "num_ranks: expected int, got True"),
-    ("num_ranks", 3, "E a positive multiple of G"),
-    ("num_ranks", 0, "E a positive multiple of G"),
-    ("replica_slots", -1, "expected no negative value"),
-  ],
-)
-def test_wrong_manifests(tmp_path, name, value, message):
-  path = traces.write(tmp_path, steps=1) / files.MANIFEST
-  path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-  with pytest.raises(TraceError, match=message):
-    read(tmp_path)
-
-
-def test_what_is_there_instead_of_a_trace(tmp_path):
-  with pytest.raises(TraceError, match="expected the folder of a trace, got nothing there"):
-    read(tmp_path / "none")
-  file = tmp_path / "file"
-  file.write_text("")
-  with pytest.raises(TraceError, match="expected the folder of a trace, got a file"):
-    read(file)
-  traces.write(tmp_path / "inner", steps=1)
-  with pytest.raises(TraceError, match=r"there are traces in .*inner"):
-    read(tmp_path)
-
-
 # --- cost ------------------------------------------------------------------------------------
 
 
-def test_recording_hardly_delays_the_loop(tmp_path):
-  """Generous, because machines differ: a step of the example takes 80 ms."""
-  device = jax.device_put({f"layer{i}": traces.stats_of(traces.loads(i)) for i in range(2)})
-  with Recorder(tmp_path, flush_seconds=1e9) as recorder:
-    seconds = []
-    for step in range(200):
-      started = time.perf_counter()
-      recorder.record(step, device, axes=())
-      seconds.append(time.perf_counter() - started)
-  assert np.median(seconds) < 0.8e-3
-  assert len(read(tmp_path)) == 400
+class Late:
+  """The slowest thread there can be: it works only when somebody waits for it."""
+
+  def submit(self, function, *arguments):
+    return types.SimpleNamespace(result=functools.partial(function, *arguments))
+
+  def shutdown(self):
+    pass
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+  """However slow the disk is: what is collected, and what is written meanwhile."""
+  one = traces.stats_of(traces.loads(0))
+  monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", lambda *_: Late())
+  with Recorder(
+    tmp_path, flush_seconds=1e9, flush_bytes=3 * sum(x.nbytes for x in one)
+  ) as recorder:
+    held = []
+    for step in range(30):
+      stats = jax.tree.map(np.copy, one)
+      held.append(weakref.ref(stats.load_GE))
+      recorder.record(step, stats, axes=())
+      del stats
+      assert sum(ref() is not None for ref in held) <= 6
+  trace = read(tmp_path)
+  assert trace.step_N.tolist() == list(range(30)) and len(files.chunks(tmp_path)) == 10
+
+
+def test_the_error_of_every_write_is_raised(tmp_path, monkeypatch):
+  stats, writes = traces.stats_of(traces.loads(0)), iter([True, False, True, False, False])
+  write = files.write_chunks
+
+  def full_at_times(*arguments):
+    if next(writes):
+      raise OSError("no space left")
+    return write(*arguments)
+
+  monkeypatch.setattr(files, "write_chunks", full_at_times)
+  recorder, failed = Recorder(tmp_path, flush_seconds=1e9, flush_bytes=1), []
+  for step in range(5):
+    try:
+      recorder.record(step, stats, axes=())
+    except TraceError as error:
+      failed.append((step, str(error)))
+  recorder.close()
+  (first, message), (second, _) = failed
+  assert "expected to write, got: no space left" in message
+  # What a write lost is lost; what met its error is written by the next.
+  assert read(tmp_path).step_N.tolist() == [1, 2, 4] and (first, second) == (1, 4)
+
+
+def test_recording_waits_for_no_write(tmp_path, monkeypatch):
+  """The loop goes on while a write hangs, and what is written is fetched by the other thread."""
+  begun, released, fetching = threading.Event(), threading.Event(), set()
+  write, fetch, now = files.write_chunks, jax.device_get, [0.0]
+
+  def write_late(*arguments):
+    begun.set()
+    assert released.wait(timeout=60)
+    return write(*arguments)
+
+  def fetched(stats):
+    fetching.add(threading.current_thread().name)
+    return fetch(stats)
+
+  monkeypatch.setattr(files, "write_chunks", write_late)
+  monkeypatch.setattr(jax, "device_get", fetched)
+  monkeypatch.setattr(time, "monotonic", lambda: now[0])
+  stats = {f"layer{i}": traces.stats_of(traces.loads(i)) for i in range(2)}
+  with Recorder(tmp_path, flush_seconds=10) as recorder:
+    now[0] = 10.0
+    recorder.record(0, stats, axes=())
+    assert begun.wait(timeout=60)
+    for step in range(1, 100):
+      now[0] += 0.1
+      recorder.record(step, stats, axes=())
+    assert not list(tmp_path.glob("*.npz"))
+    released.set()
+  assert len(read(tmp_path)) == 200
+  assert all(name.startswith("ultraep_trace") for name in fetching)
 
 
 # --- several processes -----------------------------------------------------------------------

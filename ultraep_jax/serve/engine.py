@@ -1,12 +1,11 @@
 """The prefill engine: a queue, a thread that batches it, and results as futures."""
 
 import collections
-import concurrent.futures
+import contextlib
 import logging
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,16 +14,11 @@ from flax import nnx
 
 from ultraep_jax.serve.config import EngineConfig
 from ultraep_jax.serve.flights import Flight, land, launch
-from ultraep_jax.serve.metrics import Counters, Metrics
+from ultraep_jax.serve.metrics import Metrics
 from ultraep_jax.serve.packing import Packing, pack
 from ultraep_jax.serve.programs import Programs
-from ultraep_jax.serve.requests import (
-  Prefilled,
-  QueueFull,
-  Request,
-  RequestFailed,
-  check_prompt,
-)
+from ultraep_jax.serve.queue import Future, RequestQueue
+from ultraep_jax.serve.requests import Request, RequestFailed, check_prompt
 from ultraep_jax.types import LayerStats
 
 OnStats = Callable[[int, LayerStats], None]
@@ -45,7 +39,8 @@ class PrefillEngine:
 
   ``future.cancel()`` before the request's batch starts keeps it from running; later it drops the
   result. A request that fails takes no other with it: non-finite logits fail the request alone,
-  and the requests of a batch that raised run again in halves, down to the one that raises.
+  and the requests of a batch that raised run again in halves, down to the one that raises. What
+  ends the engine itself, such as a ``KeyboardInterrupt``, fails every request without a result.
 
   The next batch starts before the running one has ended only if it is full, so that requests
   which arrive meanwhile are not held back by it.
@@ -77,25 +72,24 @@ class PrefillEngine:
     self._vocab_size = int(model.vocab_size)  # type: ignore[attr-defined]
     self._programs = Programs(model, config)
     self._on_stats = on_stats
-    self._queue = collections.deque[Request]()
-    self._changed = threading.Condition()  # guards the queue, the counters and the two flags
-    self._counters = Counters()
-    self._closed = False
+    self._queue = RequestQueue(config.queue_limit)
     self._thread: threading.Thread | None = None
-    self._flights = collections.deque[Flight]()  # of the thread alone
+    self._turn = threading.Lock()  # held by the one thread that runs programs; guards the rest
+    self._runner: int | None = None  # the ident of that thread
+    self._flights = collections.deque[Flight]()
     self._batches = 0
     self._last_finish = 0.0
 
   # --- users' threads --------------------------------------------------------------------------
 
-  def submit(self, tokens: Sequence[int] | np.ndarray) -> concurrent.futures.Future[Prefilled]:
+  def submit(self, tokens: Sequence[int] | np.ndarray) -> Future:
     """Queues a prompt.
 
     Args:
       tokens: ``[n]`` integers in ``[0, vocab_size)``, at most the largest bucket.
 
     Returns:
-      A future of ``Prefilled``. Its exception is ``RequestFailed``, or what the batch raised.
+      A future of ``Prefilled``. Its exception is ``RequestFailed``.
 
     Raises:
       QueueFull: too many requests wait.
@@ -103,30 +97,11 @@ class PrefillEngine:
       TypeError: the tokens are no integers.
       RuntimeError: the engine is closed.
     """
-    prompt = check_prompt(tokens, self._vocab_size, self.config.buckets[-1])
-    request = Request(prompt, concurrent.futures.Future(), time.monotonic())
-    with self._changed:
-      if self._closed:
-        raise RuntimeError("engine: expected an open one, got one that was closed")
-      if len(self._queue) >= self.config.queue_limit:
-        self._drop_cancelled()
-      if len(self._queue) >= self.config.queue_limit:
-        self._counters.refused += 1
-        waiting = sum(len(request.prompt) for request in self._queue)
-        raise QueueFull(
-          f"queue: expected fewer than {self.config.queue_limit} requests (queue_limit), got "
-          f"{len(self._queue)} with {waiting} tokens"
-        )
-      self._counters.submitted += 1
-      self._queue.append(request)
-      self._changed.notify()
-    return request.future
+    return self._queue.submit(check_prompt(tokens, self._vocab_size, self.config.buckets[-1]))
 
   def metrics(self) -> Metrics:
     """Counters and the last batches."""
-    with self._changed:
-      self._drop_cancelled()
-      return self._counters.snapshot(len(self._queue))
+    return self._queue.metrics()
 
   # --- life ------------------------------------------------------------------------------------
 
@@ -145,37 +120,31 @@ class PrefillEngine:
       RuntimeError: it runs, or the engine is closed.
       Exception: as ``warm_up``; the engine is closed then, and the requests that wait have failed.
     """
-    if self._thread is not None or self._closed:
+    if self._thread is not None or self._queue.closed:
       raise RuntimeError("engine: expected one that was neither started nor closed")
-    try:
+    with self._running(start=True):
       self.warm_up()
-    except BaseException as error:
-      self._abandon(error)
-      raise
-    self._thread = threading.Thread(target=self._work, name="ultraep_prefill", daemon=True)
-    self._thread.start()
+      thread = threading.Thread(target=self._work, name="ultraep_prefill", daemon=True)
+      thread.start()
+      self._thread = thread
 
   def close(self, *, drain: bool = True) -> None:
     """Refuses new requests, ends the thread and waits for it.
 
+    Called by what the engine calls, a callback of a future or ``on_stats``, it does not wait: the
+    engine ends once it has run what is left.
+
     Args:
       drain: run what waits first; else it is cancelled. Batches on the devices always end.
     """
-    with self._changed:
-      self._closed = True
-      if not drain:
-        for request in self._queue:
-          request.future.cancel()
-        self._drop_cancelled()
-      self._changed.notify()
+    self._queue.close(drain=drain)
+    if self._runner == threading.get_ident():
+      return
+    with self._running():
+      if self._thread is None:
+        self._drain()
     if self._thread is not None:
       self._thread.join()
-    try:
-      while self._queue:  # an engine that was never started
-        self._run_next()
-    except BaseException as error:
-      self._abandon(error)
-      raise
 
   def __enter__(self) -> Self:
     self.start()
@@ -196,65 +165,74 @@ class PrefillEngine:
       How many requests it had; 0: none wait.
 
     Raises:
-      RuntimeError: the thread runs.
+      RuntimeError: the thread runs, or a callback of the engine calls.
+      Exception: as ``warm_up``; the engine is closed then, and the requests that wait have failed.
     """
     if self._thread is not None:
       raise RuntimeError("run_batch: expected an engine that was not started")
-    return self._run_next()
+    with self._running():
+      self.warm_up()
+      taken = self._take(only_full=False)
+      if taken is None:
+        return 0
+      self._land(self._launch(*taken))
+      if self._queue.closed:  # by a callback
+        self._drain()
+      return len(taken[0])
 
-  # --- the engine's thread ---------------------------------------------------------------------
+  # --- the thread that runs programs -----------------------------------------------------------
+
+  @contextlib.contextmanager
+  def _running(self, *, start: bool = False) -> Iterator[None]:
+    """Waits until no other thread runs programs. What is raised inside ends the engine."""
+    if self._runner == threading.get_ident():
+      raise RuntimeError("engine: expected a call from outside of its callbacks")
+    with self._turn:
+      if start and self._thread is not None:  # by another thread, meanwhile
+        raise RuntimeError("engine: expected one that was not started")
+      self._runner = threading.get_ident()
+      try:
+        yield
+      except BaseException as error:
+        self._flights.clear()
+        self._queue.fail_all(error)
+        raise
+      finally:
+        self._runner = None
 
   def _work(self) -> None:
     try:
-      while self._step():
-        pass
-    except BaseException as error:
+      with self._running():
+        while self._step():
+          pass
+    except BaseException:
       _log.exception("the engine's thread ended")
-      self._abandon(error)
+
+  def _drain(self) -> None:
+    """Runs all that waits in a closed engine that has no thread."""
+    if len(self._queue):
+      self.warm_up()
+    while self._step():
+      pass
 
   def _step(self) -> bool:
     """Launches or lands one batch; returns False when there is nothing left to do."""
-    with self._changed:
-      while not (self._queue or self._flights or self._closed):
-        self._changed.wait()
-      if not (self._queue or self._flights):
-        return False
-      taken = self._take(only_full=bool(self._flights)) if len(self._flights) < 2 else None
+    if not (self._flights or self._queue.wait()):
+      return False
+    taken = self._take(only_full=bool(self._flights)) if len(self._flights) < 2 else None
     if taken is not None:
       self._flights.append(self._launch(*taken))
     elif self._flights:
-      self._land(self._flights[0])
-      self._flights.popleft()
+      self._land(self._flights.popleft())
     return True
 
-  def _run_next(self) -> int:
-    self.warm_up()
-    with self._changed:
-      taken = self._take(only_full=False)
-    if taken is None:
-      return 0
-    self._land(self._launch(*taken))
-    return len(taken[0])
-
-  def _take(self, only_full: bool) -> tuple[Sequence[Request], Packing] | None:
+  def _take(self, only_full: bool) -> tuple[list[Request], Packing] | None:
     """The next batch, out of the queue; None if there is none or, if asked, it is not full."""
-    self._drop_cancelled()
-    if not self._queue:
-      return None
-    packing = self._pack(self._queue)
-    taken, left = packing.split(self._queue)
-    if only_full and not left:
-      return None
-    self._queue = collections.deque(left)
-    return taken, packing
+    most = self._programs.rows * self.config.max_requests
+    return self._queue.take(self._pack, most, only_full=only_full)
 
   def _pack(self, requests: Sequence[Request]) -> Packing:
     return pack([len(r.prompt) for r in requests], self._programs.rows, self.config)
-
-  def _drop_cancelled(self) -> None:
-    kept = [request for request in self._queue if not request.cancelled()]
-    self._counters.cancelled += len(self._queue) - len(kept)
-    self._queue = collections.deque(kept)
 
   def _launch(self, requests: Sequence[Request], packing: Packing) -> Flight:
     self._batches += 1
@@ -268,13 +246,11 @@ class PrefillEngine:
       flight.outputs, flight.caches = None, ()
       self._run_halves(flight.requests, error)
       return
-    with self._changed:
-      seconds = landed.finished - max(flight.started, self._last_finish)
-      self._last_finish = landed.finished
-      self._counters.add_batch(
-        flight.tokens, flight.slots, seconds, landed.before_L, landed.after_L
-      )
-    self._finish(flight.requests, landed.results)
+    seconds = landed.finished - max(flight.started, self._last_finish)
+    self._last_finish = landed.finished
+    self._queue.count_batch(flight.tokens, flight.slots, seconds, landed.before_L, landed.after_L)
+    for request, result in zip(flight.requests, landed.results, strict=True):
+      self._queue.finish(request, result)
     if self._on_stats is not None and landed.stats is not None:
       try:
         self._on_stats(flight.number, landed.stats)
@@ -287,7 +263,7 @@ class PrefillEngine:
     if len(requests) == 1:
       failed = RequestFailed(f"prompt of {len(requests[0].prompt)} tokens: {error!r}")
       failed.__cause__ = error
-      self._finish(requests, [failed])
+      self._queue.finish(requests[0], failed)
       return
     _log.warning("a batch of %d requests runs again in halves: %r", len(requests), error)
     middle = len(requests) // 2
@@ -296,23 +272,3 @@ class PrefillEngine:
         packing = self._pack(part)
         now, part = packing.split(part)
         self._land(self._launch(now, packing))
-
-  def _finish(
-    self, requests: Sequence[Request], results: Sequence[Prefilled | RequestFailed]
-  ) -> None:
-    for request, result in zip(requests, results, strict=True):
-      delivered = request.finish(result)
-      with self._changed:
-        self._counters.cancelled += not delivered
-        self._counters.failed += delivered and isinstance(result, Exception)
-        self._counters.completed += delivered and not isinstance(result, Exception)
-
-  def _abandon(self, error: BaseException) -> None:
-    """Nobody waits for ever for an engine that is gone."""
-    with self._changed:
-      self._closed = True
-      left = [r for flight in self._flights for r in flight.requests] + list(self._queue)
-      self._queue.clear()
-    for request in left:
-      if not request.future.done():
-        request.finish(RequestFailed(f"the engine ended: {error!r}"))

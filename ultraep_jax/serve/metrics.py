@@ -18,6 +18,7 @@ class Metrics(NamedTuple):
     failed: requests with an error.
     cancelled: requests that were cancelled before they had a result.
     waiting: requests in the queue now.
+    running: requests in batches now. Every submitted request is in one of the last five counts.
     batches: batches that ran.
     tokens: tokens of their requests.
     padding_share: share of the tokens that the batches had room for, but no request filled.
@@ -35,6 +36,7 @@ class Metrics(NamedTuple):
   failed: int
   cancelled: int
   waiting: int
+  running: int
   batches: int
   tokens: int
   padding_share: float
@@ -45,7 +47,7 @@ class Metrics(NamedTuple):
 
 
 class Counters:
-  """The engine's own counts. Not thread-safe: the engine's lock guards it."""
+  """The engine's own counts. Not thread-safe: the queue's lock guards it."""
 
   def __init__(self) -> None:
     self.submitted = self.refused = self.completed = self.failed = self.cancelled = 0
@@ -66,7 +68,7 @@ class Counters:
     self._before.append(before_L)
     self._after.append(after_L)
 
-  def snapshot(self, waiting: int) -> Metrics:
+  def snapshot(self, waiting: int, running: int) -> Metrics:
     return Metrics(
       submitted=self.submitted,
       refused=self.refused,
@@ -74,6 +76,7 @@ class Counters:
       failed=self.failed,
       cancelled=self.cancelled,
       waiting=waiting,
+      running=running,
       batches=self.batches,
       tokens=self.tokens,
       padding_share=1 - self.tokens / self.slots if self.slots else 0.0,

@@ -54,23 +54,6 @@ class Request(NamedTuple):
   future: concurrent.futures.Future[Prefilled]
   queued: float
 
-  def cancelled(self) -> bool:
-    """Whether it was; then it also wakes those who wait for it."""
-    if not self.future.cancelled():
-      return False
-    self.future.set_running_or_notify_cancel()
-    return True
-
-  def finish(self, result: Prefilled | Exception) -> bool:
-    """Delivers, unless it was cancelled; returns whether it did."""
-    if not self.future.set_running_or_notify_cancel():
-      return False
-    if isinstance(result, Exception):
-      self.future.set_exception(result)
-    else:
-      self.future.set_result(result)
-    return True
-
 
 def check_prompt(tokens: Sequence[int] | np.ndarray, vocab_size: int, longest: int) -> np.ndarray:
   """A copy of the prompt, ``[n]`` int32.

@@ -1,4 +1,4 @@
-"""The files of a trace: a manifest, and chunks of records that are written once.
+"""The format of a trace: a manifest, and chunks of records that are written once.
 
 ::
 
@@ -9,14 +9,12 @@
 A record is one layer's run on one token group's microbatch. A chunk is a compressed NPZ file:
 NumPy is here anyway, any program reads it, each column carries a checksum and nothing in it is
 executed. A chunk gets its name only when it is complete and on disk, and is never touched again.
+``ultraep_jax.trace.disk`` reads and writes the files.
 """
 
 import dataclasses
 import json
 import math
-import os
-import pathlib
-import uuid
 from typing import Any
 
 import numpy as np
@@ -48,6 +46,10 @@ COLUMNS = {
 KEYS = ("step_N", "layer_N", "microbatch_N", "group_N")
 _TEXT, _FLOAT = "layer_N", "replica_bytes_N"
 _FROM_MINUS_ONE = {"replica_expert_NGS": "E", "replica_parent_NGS": "G"}
+_READ_AS = {"step_N": np.int64, _FLOAT: np.float64}  # the others as int32
+
+# Of a chunk's columns as they are read. More is neither written nor read, whatever a file promises.
+CHUNK_BYTES = 1 << 29
 
 _TYPES = {
   "name": str,
@@ -61,6 +63,7 @@ _TYPES = {
 }
 
 Columns = dict[str, np.ndarray]
+Forms = dict[str, tuple[tuple[int, ...], np.dtype]]  # the shape and type of each column
 
 
 class TraceError(ValueError):
@@ -96,163 +99,135 @@ class Manifest:
     return {"G": self.num_ranks, "E": self.num_experts, "S": self.replica_slots}
 
 
-def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
-  """Writes ``trace.json``; there is the whole file or none."""
-  values = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-  _write_whole(folder / MANIFEST, json.dumps(values, indent=2, default=str).encode() + b"\n")
-
-
-def read_manifest(folder: pathlib.Path) -> Manifest:
-  """Reads ``trace.json``.
+def manifest_of(where: str, values: Any) -> Manifest:
+  """The manifest that a file's JSON means.
 
   Raises:
-    TraceError: there is none, or not one of this version.
+    TraceError: it is none of this version, or nothing can have its sizes.
   """
-  path = folder / MANIFEST
-  try:
-    values = json.loads(path.read_bytes())
-  except FileNotFoundError:
-    raise TraceError(_what_it_is(folder)) from None
-  except NotADirectoryError:
-    raise TraceError(f"{folder}: expected the folder of a trace, got a file") from None
-  except OSError as error:
-    raise TraceError(f"{path}: expected a readable file, got: {error.strerror}") from None
-  except ValueError:
-    raise TraceError(
-      f"{path}: expected the JSON of a trace; it is damaged or of another program"
-    ) from None
   if not isinstance(values, dict) or values.get("format") != FORMAT:
-    raise TraceError(f'{path}: expected "format": "{FORMAT}"; it is of another program')
+    raise TraceError(f'{where}: expected "format": "{FORMAT}"; it is of another program')
   if values.get("version") != VERSION:
     raise TraceError(
-      f"{path}: expected version {VERSION}, got {values.get('version')!r}; read it with the "
+      f"{where}: expected version {VERSION}, got {values.get('version')!r:.40}; read it with the "
       "version of ultraep_jax that wrote it"
     )
-  return _checked(path, values)
-
-
-def _what_it_is(folder: pathlib.Path) -> str:
-  if not folder.exists():
-    return f"{folder}: expected the folder of a trace, got nothing there"
-  text = f"{folder}: expected a trace (a folder with {MANIFEST}), got none"
-  if any(folder.glob("router_trace_rank*.jsonl")):
-    return text + "; for Megatron's router traces see `python -m ultraep_jax trace import`"
-  traces = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
-  if traces:
-    return text + f"; there are traces in {', '.join(traces[:3])}"
-  return text + "; a recorder writes it with its first records"
-
-
-def _checked(path: pathlib.Path, values: dict[str, Any]) -> Manifest:
   known = {name: values.get(name) for name in _TYPES}
   for name, expected in _TYPES.items():
     if type(known[name]) is not expected:
-      raise TraceError(f"{path}: {name}: expected {expected.__name__}, got {known[name]!r:.40}")
+      raise TraceError(f"{where}: {name}: expected {expected.__name__}, got {known[name]!r:.40}")
   manifest = Manifest(**known)  # pyright: ignore[reportArgumentType]
   ranks, experts = manifest.num_ranks, manifest.num_experts
   if ranks < 1 or experts < ranks or experts % ranks:
-    raise TraceError(f"{path}: expected E a positive multiple of G, got E = {experts}, G = {ranks}")
+    raise TraceError(
+      f"{where}: expected E a positive multiple of G, got E = {experts!r:.40}, G = {ranks!r:.40}"
+    )
   if manifest.replica_slots < 0 or manifest.token_bytes < 0:
-    raise TraceError(f"{path}: replica_slots, token_bytes: expected no negative value")
+    raise TraceError(f"{where}: replica_slots, token_bytes: expected no negative value")
+  if manifest.token_bytes >= 2**31:
+    raise TraceError(f"{where}: token_bytes: expected less than {2**31}")
+  size = sum(_bytes(name, shape_of(name, 1, manifest)) for name in COLUMNS)
+  if size > CHUNK_BYTES:
+    raise TraceError(f"{where}: expected records of at most {CHUNK_BYTES} bytes, got {size!r:.40}")
   return manifest
 
 
-def write_chunk(folder: pathlib.Path, index: int, columns: Columns) -> int:
-  """Writes a chunk; it has its name only when it is whole.
-
-  Another recorder of the same folder may have taken the number: returned is the one it got, the
-  first that is free.
-  """
-  arrays: dict[str, Any] = {name: _narrow(column) for name, column in columns.items()}
-  temporary = folder / f"{uuid.uuid4().hex}.partial"
-  with temporary.open("xb") as file:
-    np.savez_compressed(file, **arrays)
-    file.flush()
-    os.fsync(file.fileno())
-  while True:
-    path = folder / CHUNKS.replace("*", f"{index:08d}")
-    try:
-      os.link(temporary, path)
-    except FileExistsError:
-      index += 1
-      continue
-    except OSError:  # no links on this file system
-      temporary.replace(path)
-      return index
-    temporary.unlink()
-    return index
-
-
-def read_chunk(path: pathlib.Path, manifest: Manifest) -> Columns:
-  """Reads and checks a chunk.
+def check_json(what: str, values: Any) -> None:
+  """Whether ``values`` can be JSON, and printed: no half of a surrogate pair, not nested too deep.
 
   Raises:
-    TraceError: it is damaged, or its columns are not what the manifest and the format say.
+    ValueError: they cannot.
   """
   try:
-    with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-      columns = {name: file[name] for name in COLUMNS}
-  except KeyError as error:
-    raise TraceError(f"{path.name}: expected the columns of a trace, got none {error}") from None
-  except Exception as error:  # damage comes out of zip and NumPy in many ways
-    raise TraceError(f"{path.name}: expected a whole chunk, got a damaged one: {error}") from None
-  for name, column in columns.items():
-    columns[name] = check_column(path.name, name, column, len(columns["step_N"]), manifest)
-  return columns
+    json.dumps(values, default=str, ensure_ascii=False).encode()
+  except (TypeError, ValueError, RecursionError) as error:
+    raise ValueError(f"{what}: expected what JSON can say, got: {error}") from None
 
 
-def check_column(
-  where: str, name: str, column: np.ndarray, count: int, manifest: Manifest
-) -> np.ndarray:
-  """The column in the type it is read as.
+def shape_of(name: str, count: int, manifest: Manifest) -> tuple[int, ...]:
+  """The shape of a column of ``count`` records."""
+  return (count, *(manifest.axes[axis] for axis in COLUMNS[name]))
+
+
+def check_forms(where: str, forms: Forms, manifest: Manifest) -> None:
+  """Whether columns of one count of records can have these shapes and types.
 
   Raises:
-    TraceError: a shape, a type or a value is not as it must be.
+    TraceError: they cannot.
   """
-  shape = (count, *(manifest.axes[axis] for axis in COLUMNS[name]))
-  if column.shape != shape:
-    raise TraceError(f"{where}: {name}: expected shape {shape}, got {column.shape}")
-  kinds = "U" if name == _TEXT else "f" if name == _FLOAT else "iu"
-  if column.dtype.kind not in kinds:
-    raise TraceError(f"{where}: {name}: expected another type than {column.dtype}")
-  if name == _TEXT or not column.size:
-    return column.astype(np.int32) if name not in (_TEXT, _FLOAT) else column
-  if name == _FLOAT and not np.isfinite(column).all():
-    raise TraceError(
-      f"{where}: {name}: expected finite values, got {column[~np.isfinite(column)][0]}"
-    )
-  least, most = column.min(), column.max()
-  floor, bound = (0, math.inf if name == _FLOAT else 2**31)
-  if name in _FROM_MINUS_ONE:
-    floor, bound = -1, manifest.axes[_FROM_MINUS_ONE[name]]
-  elif name == "step_N":
-    floor, bound = -(2**63), 2**63
-  if least < floor or most >= bound:
-    wrong = least if least < floor else most
-    raise TraceError(f"{where}: {name}: expected values in [{floor}, {bound}), got {wrong}")
-  return column.astype({"step_N": np.int64, _FLOAT: np.float64}.get(name, np.int32))
+  step_shape = forms["step_N"][0]
+  if len(step_shape) != 1 or step_shape[0] < 0:
+    raise TraceError(f"{where}: step_N: expected one axis, got shape {step_shape}")
+  for name, (shape, dtype) in forms.items():
+    expected = shape_of(name, step_shape[0], manifest)
+    if shape != expected:
+      raise TraceError(f"{where}: {name}: expected shape {expected}, got {shape}")
+    kinds = "U" if name == _TEXT else "f" if name == _FLOAT else "iu"
+    if dtype.kind not in kinds:
+      raise TraceError(f"{where}: {name}: expected another type than {dtype}")
 
 
-def chunks(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The chunks, in the order of writing."""
-  return sorted(folder.glob(CHUNKS))
+def check_values(where: str, name: str, column: np.ndarray, manifest: Manifest) -> np.ndarray:
+  """The column in the type it is read as; its form is checked already.
+
+  Raises:
+    TraceError: a value is not as it must be.
+  """
+  if name == _TEXT:
+    native = np.ascontiguousarray(column, column.dtype.newbyteorder("="))
+    code = native.view(np.uint32) if native.dtype.itemsize else np.zeros(0, np.uint32)
+    wrong = code[(code >= 0xD800) & (code < 0xE000) | (code > 0x10FFFF)]
+    if wrong.size:
+      raise TraceError(f"{where}: {name}: expected text, got the code point {wrong[0]:#x}")
+    return native
+  if column.size:
+    if name == _FLOAT and not np.isfinite(column).all():
+      wrong = column[~np.isfinite(column)][0]
+      raise TraceError(f"{where}: {name}: expected finite values, got {wrong}")
+    least, most = column.min(), column.max()
+    floor, bound = (0, 2**63 if name == _FLOAT else 2**31)
+    if name in _FROM_MINUS_ONE:
+      floor, bound = -1, manifest.axes[_FROM_MINUS_ONE[name]]
+    elif name == "step_N":
+      floor, bound = -(2**63), 2**63
+    if least < floor or most >= bound:
+      wrong = least if least < floor else most
+      raise TraceError(f"{where}: {name}: expected values in [{floor}, {bound}), got {wrong}")
+  return column.astype(_READ_AS.get(name, np.int32))
 
 
-def _narrow(column: np.ndarray) -> np.ndarray:
-  """Integers in the least type that holds them: smaller, and faster to compress."""
-  if column.dtype.kind not in "iu" or not column.size:
-    return column
-  least, most = int(column.min()), int(column.max())
-  for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32):
-    if np.iinfo(dtype).min <= least and most <= np.iinfo(dtype).max:
-      return column.astype(dtype)
-  return column
+def check_size(where: str, forms: Forms) -> None:
+  """Whether a chunk can be so large.
+
+  Raises:
+    TraceError: it cannot.
+  """
+  size = _size(forms)
+  if size > CHUNK_BYTES:
+    raise TraceError(f"{where}: expected at most {CHUNK_BYTES} bytes in a chunk, got {size}")
 
 
-def _write_whole(path: pathlib.Path, content: bytes) -> None:
-  temporary = path.with_suffix(".partial")
-  with temporary.open("wb") as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.replace(path)
+def parts(columns: Columns) -> list[Columns]:
+  """Columns in parts that a chunk can hold.
+
+  Raises:
+    TraceError: a single record is too large.
+  """
+  one = {name: ((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
+  check_size("record", one)
+  rows = CHUNK_BYTES // _size(one)
+  return [
+    {name: column[first : first + rows] for name, column in columns.items()}
+    for first in range(0, len(columns["step_N"]), rows)
+  ]
+
+
+def _size(forms: Forms) -> int:
+  return sum(_bytes(name, shape, dtype) for name, (shape, dtype) in forms.items())
+
+
+def _bytes(name: str, shape: tuple[int, ...], dtype: np.dtype | None = None) -> int:
+  """Of a column as it is read; without its type, of one whose texts are empty."""
+  if name == _TEXT:
+    return 0 if dtype is None else math.prod(shape) * dtype.itemsize
+  return math.prod(shape) * np.dtype(_READ_AS.get(name, np.int32)).itemsize

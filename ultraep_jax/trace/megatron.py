@@ -16,6 +16,7 @@ What it does not say is assumed:
 
 import collections
 import json
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +28,8 @@ import numpy as np
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.route import row_capacity, slot_sizes
-from ultraep_jax.trace import format as files
-from ultraep_jax.trace.format import Columns, Manifest, TraceError
+from ultraep_jax.trace import disk
+from ultraep_jax.trace.format import COLUMNS, Columns, Manifest, TraceError
 from ultraep_jax.trace.reader import Trace, read
 
 _FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
@@ -85,6 +86,7 @@ def import_megatron(
   Raises:
     TraceError: the files are not as described, or ``path`` has a trace already.
     ValueError: a number does not fit.
+    OSError: ``path`` cannot be written to.
   """
   source, folder = pathlib.Path(source), pathlib.Path(path)
   config = BalanceConfig(objective="balance") if config is None else config
@@ -94,8 +96,9 @@ def import_megatron(
     raise ValueError(f'config: expected strategy="quota", got {config.strategy!r}')
   check_int("num_experts", num_experts, minimum=1)
   check_int("expert_bytes", expert_bytes, minimum=0)
-  if (folder / files.MANIFEST).exists():
-    raise TraceError(f"{folder}: expected a folder without a trace, got one")
+  has_one = TraceError(f"{folder}: expected a folder without a trace, got one")
+  if os.path.lexists(folder / disk.MANIFEST):
+    raise has_one
   by_rank = _rank_files(source)
   num_ranks = len(by_rank) if num_ranks is None else num_ranks
   if num_ranks < 1 or len(by_rank) % num_ranks:
@@ -116,10 +119,10 @@ def import_megatron(
     raise TraceError(f"{source}: expected a step and layer that all ranks have, got none")
 
   folder.mkdir(parents=True, exist_ok=True)
-  for left in files.chunks(folder):  # by an import that did not come to its manifest
+  for left in disk.chunks(folder):  # by an import that did not come to its manifest
     left.unlink()
   manifest = Manifest(
-    name=source.resolve().name if name is None else name,
+    name=(source.resolve().name if name is None else name).encode(errors="replace").decode(),
     num_ranks=num_ranks,
     num_experts=num_experts,
     replica_slots=config.replica_slots,
@@ -133,21 +136,29 @@ def import_megatron(
   )
   records = [(key, group) for key in whole for group in range(len(by_rank) // num_ranks)]
   rows: list[Columns] = []
+  index = 0
   for written, (key, group) in enumerate(progress(records)):
     ranks = [choices[key][group * num_ranks + rank] for rank in range(num_ranks)]
     rows.append(_row(key, group, ranks, config, expert_bytes))
     if len(rows) == _PER_CHUNK or written == len(records) - 1:
-      columns = {name: np.stack([row[name] for row in rows]) for name in files.COLUMNS}
-      files.write_chunk(folder, written // _PER_CHUNK, columns)
+      columns = {name: np.stack([row[name] for row in rows]) for name in COLUMNS}
+      index = disk.write_chunks(folder, index, columns)
       rows = []
-  files.write_manifest(folder, manifest)
+  if disk.write_manifest(folder, manifest) != manifest:
+    raise has_one
   return read(folder)
 
 
 def _rank_files(source: pathlib.Path) -> list[pathlib.Path]:
-  found = {int(m[1]): p for p in source.glob("*.jsonl") if (m := _FILE.fullmatch(p.name))}
+  matches = [(int(m[1]), p) for p in source.glob("*.jsonl") if (m := _FILE.fullmatch(p.name))]
+  found = dict(matches)
   if not found:
     raise TraceError(f"{source}: expected router_trace_rank*.jsonl, got no such file")
+  for rank, path in matches:
+    if path != found[rank]:
+      raise TraceError(f"{source}: expected one file of a rank, got {path.name} of rank {rank} too")
+    if not path.is_file():
+      raise TraceError(f"{path}: expected a file")
   missing = sorted(set(range(len(found))) - set(found))
   if missing:
     raise TraceError(f"{source}: expected the ranks 0 to {max(found)}, got none of {missing}")
@@ -161,13 +172,17 @@ def _choices(file: pathlib.Path, num_experts: int) -> Iterator[tuple[_Key, _Choi
   """
   seen: collections.Counter[tuple[int, str]] = collections.Counter()
   damaged, doubtful = False, None
-  with file.open(errors="replace") as lines:
+  try:
+    lines = file.open(errors="replace")
+  except OSError as error:
+    raise TraceError(f"{file}: expected a readable file, got: {error.strerror}") from None
+  with lines:
     for number, line in enumerate(lines, 1):
       if not line.strip():
         continue
       try:
         record = json.loads(line)
-      except ValueError:
+      except (ValueError, RecursionError):
         damaged = True
         yield None
         continue
@@ -189,10 +204,13 @@ def _place(record: Any, where: str) -> tuple[int, str]:
   step, layer = record["step"], record["layer"]
   if type(step) is not int or type(layer) is not int:
     raise TraceError(f"{where}: expected integers, got step {step!r:.20} and layer {layer!r:.20}")
-  block = str(record.get("block", "decoder"))
-  block = str(record.get("block", "decoder"))
+  if not -(2**63) <= step < 2**63 or not 0 <= layer < 2**31:
+    raise TraceError(f"{where}: expected a step and a layer, got {step!r:.40} and {layer!r:.40}")
+  block, index = record.get("block", "decoder"), record.get("mtp_idx", 0)
+  if not isinstance(block, str) or not block.isprintable() or type(index) is not int:
+    raise TraceError(f"{where}: expected a block's name, got {block!r:.40} and {index!r:.40}")
   if "mtp_idx" in record:
-    block += f" {record['mtp_idx']}"
+    block += f" {index}"
   return step, f"{block} {layer:03d}"  # zeros let names sort as numbers do
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ultraep_jax.trace import format as files
-from ultraep_jax.trace.format import Columns, Manifest, TraceError
+from ultraep_jax.trace import disk
+from ultraep_jax.trace.format import COLUMNS, Columns, Manifest, TraceError, shape_of
 from ultraep_jax.types import Plan
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Trace:
 
   def __getitem__(self, index: Any) -> "Trace":
     """The records that a slice, a mask or indices along N choose."""
-    columns = {name: getattr(self, name)[index] for name in files.COLUMNS}
+    columns = {name: getattr(self, name)[index] for name in COLUMNS}
     if columns["step_N"].ndim != 1:
       raise TypeError(f"index: expected a slice, a mask or a list of indices, got {index!r}")
     return dataclasses.replace(self, **columns)
@@ -194,13 +194,13 @@ def read(
     TraceError: the folder is no trace of this version, or nothing in it can be read.
   """
   folder = pathlib.Path(path)
-  manifest = files.read_manifest(folder)
+  manifest = disk.read_manifest(folder)
   keep = _mask_of(steps)
   parts: list[Columns] = []
   problems: list[str] = []
-  for file in files.chunks(folder):
+  for file in disk.chunks(folder):
     try:
-      columns = files.read_chunk(file, manifest)
+      columns = disk.read_chunk(file, manifest)
       wrong = _inconsistent(columns, manifest)
       if wrong:
         raise TraceError(f"{file.name}: {wrong}")
@@ -232,13 +232,11 @@ def _mask_of(
 def _join(parts: list[Columns], manifest: Manifest) -> Columns:
   """All records in order, the last written of each key."""
   if not parts:
-    empty = {
-      name: (0, *(manifest.axes[axis] for axis in files.COLUMNS[name])) for name in files.COLUMNS
-    }
     return {
-      name: np.zeros(shape, str if name == "layer_N" else np.int32) for name, shape in empty.items()
+      name: np.zeros(shape_of(name, 0, manifest), str if name == "layer_N" else np.int32)
+      for name in COLUMNS
     }
-  columns = {name: np.concatenate([part[name] for part in parts]) for name in files.COLUMNS}
+  columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
   layers = {name: i for i, name in enumerate(dict.fromkeys(columns["layer_N"].tolist()))}
   layer = np.array([layers[name] for name in columns["layer_N"].tolist()], np.int64)
   keys = np.stack(

@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import json
+import operator
+import os
 import pathlib
 import tempfile
 import time
@@ -13,7 +16,8 @@ import jax
 import numpy as np
 
 from ultraep_jax.config import BalanceConfig, check_int
-from ultraep_jax.trace import format as files
+from ultraep_jax.trace import disk
+from ultraep_jax.trace import format as form
 from ultraep_jax.trace.format import Columns, Manifest, TraceError
 from ultraep_jax.types import LayerStats
 
@@ -83,12 +87,11 @@ class Recorder:
       flush_bytes: of statistics held in (device) memory before they are written.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a number is out of range, or the metadata cannot be JSON.
       TraceError: the folder has something else than a trace of this version.
       OSError: the folder cannot be made or written to.
     """
     check_int("every", every, minimum=1)
-    check_int("token_bytes", token_bytes, minimum=0)
     if not flush_seconds >= 0:
       raise ValueError(f"flush_seconds: expected at least 0, got {flush_seconds}")
     self._folder = pathlib.Path(path)
@@ -96,20 +99,24 @@ class Recorder:
     self._calls: list[_Call] = []
     self._bytes, self._flushed = 0, time.monotonic()
     self._writes: concurrent.futures.Future[None] | None = None
-    self._active = jax.process_index() == 0
+    self._closed, self._active = False, jax.process_index() == 0
+    values = {
+      "config": {} if config is None else _describe(config),
+      "metadata": dict(metadata or {}),
+    }
+    form.check_json("metadata", values)
+    self._about = {
+      "name": (self._folder.name if name is None else str(name)).encode(errors="replace").decode(),
+      "token_bytes": _integer("token_bytes", token_bytes, 0, 2**31),
+      **json.loads(json.dumps(values, default=str)),
+    }
     if not self._active:
       return
     self._folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=self._folder).close()  # fails here, not in an hour
-    existing = (self._folder / files.MANIFEST).exists()
-    self._manifest = files.read_manifest(self._folder) if existing else None
-    self._about = {
-      "name": self._folder.name if name is None else str(name),
-      "token_bytes": token_bytes,
-      "config": {} if config is None else _describe(config),
-      "metadata": dict(metadata or {}),
-    }
-    numbers = [path.stem.rpartition("-")[2] for path in files.chunks(self._folder)]
+    existing = os.path.lexists(self._folder / disk.MANIFEST)
+    self._manifest = disk.read_manifest(self._folder) if existing else None
+    numbers = [path.stem.rpartition("-")[2] for path in disk.chunks(self._folder)]
     self._index = max((int(n) + 1 for n in numbers if n.isdecimal()), default=0)
     self._executor = concurrent.futures.ThreadPoolExecutor(1, "ultraep_trace")
 
@@ -133,9 +140,15 @@ class Recorder:
         ``("microbatch", "group")``. For ``moe`` inside your own ``shard_map`` say ``()``.
 
     Raises:
-      ValueError: ``axes`` does not fit the statistics.
+      ValueError: ``axes`` does not fit the statistics, a number is out of range, or a name is no
+        text.
+      TypeError: the statistics are none, or a number is no integer.
+      RuntimeError: the recorder is closed.
       TraceError: an earlier write failed.
     """
+    self._check_open()
+    step = _integer("step", step, -(2**63), 2**63)
+    microbatch = _integer("microbatch", microbatch, 0, 2**31)
     axes = tuple(axes)
     if len(set(axes)) != len(axes) or not set(axes) <= set(_AXES):
       raise ValueError(f"axes: expected distinct names of {_AXES}, got {axes}")
@@ -143,19 +156,10 @@ class Recorder:
       return
     layers = {"": stats} if isinstance(stats, LayerStats) else stats
     for layer, leaves in layers.items():
-      if not isinstance(leaves, LayerStats):
-        raise TypeError(f"stats: expected LayerStats by layer, got {type(leaves).__name__}")
-      if leaves.load_GE.ndim != len(axes) + 2:
-        raise ValueError(
-          f"axes: expected the {leaves.load_GE.ndim - 2} leading axes of the statistics, got {axes}"
-        )
-      for leaf in leaves:
-        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
-          raise ValueError(
-            "stats: expected arrays that this process can read, got some of other processes; "
-            "gather them with jax.experimental.multihost_utils.process_allgather"
-          )
-      self._calls.append(_Call(int(step), str(layer), microbatch, leaves, axes))
+      _check_name(str(layer))
+      _check_stats(leaves, axes)
+    for layer, leaves in layers.items():
+      self._calls.append(_Call(step, str(layer), microbatch, leaves, axes))
       self._bytes += sum(leaf.nbytes for leaf in leaves)
     late = time.monotonic() - self._flushed >= self._flush_seconds
     if late or self._bytes >= self._flush_bytes:
@@ -165,21 +169,28 @@ class Recorder:
     """Writes everything recorded so far and waits until it is on disk.
 
     Raises:
+      RuntimeError: the recorder is closed.
       TraceError: it cannot be written, or does not fit the trace.
     """
+    self._check_open()
     if self._active:
       self._start_write()
       self._finish_write()
 
   def close(self) -> None:
-    """Flushes and ends the writing thread."""
-    if not self._active:
+    """Flushes and ends the writing thread. Once closed it does nothing.
+
+    Raises:
+      TraceError: as ``flush``; the recorder is closed then, too.
+    """
+    if self._closed:
       return
     try:
       self.flush()
     finally:
-      self._executor.shutdown()
-      self._active = False
+      self._closed = True
+      if self._active:
+        self._executor.shutdown()
 
   def __enter__(self) -> Self:
     return self
@@ -191,6 +202,10 @@ class Recorder:
     traceback: TracebackType | None,
   ) -> None:
     self.close()
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise RuntimeError("recorder: expected an open one, got one that was closed")
 
   def _start_write(self) -> None:
     self._finish_write()  # at most one at a time, so that memory stays bounded
@@ -216,17 +231,17 @@ class Recorder:
       "num_experts": num_experts,
       "replica_slots": columns["replica_expert_NGS"].shape[2],
     }
-    manifest = self._manifest or Manifest(**shape, **self._about)
-    got = {name: getattr(manifest, name) for name in shape}
-    if got != shape:
-      raise TraceError(f"{self._folder}: expected loads of {got}, as in the trace, got {shape}")
-    count = len(columns["step_N"])
+    manifest = Manifest(**shape, **self._about)
+    forms = {name: (column.shape, column.dtype) for name, column in columns.items()}
+    form.check_forms(str(self._folder), forms, manifest)
     for name, column in columns.items():
-      files.check_column(str(self._folder), name, column, count, manifest)
+      form.check_values(str(self._folder), name, column, manifest)
     if self._manifest is None:
-      files.write_manifest(self._folder, manifest)
-      self._manifest = manifest
-    self._index = files.write_chunk(self._folder, self._index, columns) + 1
+      self._manifest = disk.write_manifest(self._folder, manifest)
+    there = {name: getattr(self._manifest, name) for name in shape}
+    if there != shape:
+      raise TraceError(f"{self._folder}: expected loads of {there}, as in the trace, got {shape}")
+    self._index = disk.write_chunks(self._folder, self._index, columns)
 
 
 def _columns(calls: list[_Call]) -> Columns:
@@ -235,7 +250,7 @@ def _columns(calls: list[_Call]) -> Columns:
   shapes = {part["load_NGE"].shape[1:] + part["replica_expert_NGS"].shape[2:] for part in parts}
   if len(shapes) > 1:
     raise TraceError(f"stats: expected layers of one [G, E, S], got {sorted(shapes)}")
-  return {name: np.concatenate([part[name] for part in parts]) for name in files.COLUMNS}
+  return {name: np.concatenate([part[name] for part in parts]) for name in form.COLUMNS}
 
 
 def _fetch(calls: list[_Call]) -> list[LayerStats]:
@@ -262,6 +277,42 @@ def _rows(call: _Call, stats: LayerStats) -> Columns:
     )
     for column, field in _FIELDS.items()
   }
+
+
+def _integer(name: str, value: Any, least: int, bound: int) -> int:
+  """Of Python, NumPy or JAX."""
+  number = operator.index(value)
+  if not least <= number < bound:
+    raise ValueError(f"{name}: expected a value in [{least}, {bound}), got {number}")
+  return number
+
+
+def _check_name(layer: str) -> None:
+  """NumPy keeps no zeros at the end of a text, and half of a surrogate pair cannot be printed."""
+  try:
+    layer.encode()
+  except UnicodeEncodeError:
+    raise ValueError(f"stats: expected names of layers that are text, got {layer!r}") from None
+  if "\0" in layer:
+    raise ValueError(f"stats: expected names of layers without a zero, got {layer!r}")
+
+
+def _check_stats(stats: LayerStats, axes: tuple[str, ...]) -> None:
+  if not isinstance(stats, LayerStats):
+    raise TypeError(f"stats: expected LayerStats by layer, got {type(stats).__name__}")
+  if stats.load_GE.ndim != len(axes) + 2:
+    raise ValueError(
+      f"axes: expected the {stats.load_GE.ndim - 2} leading axes of the statistics, got {axes}"
+    )
+  lead = stats.load_GE.shape[: len(axes)]
+  for field, leaf in zip(stats._fields, stats, strict=True):
+    if leaf.shape[: len(axes)] != lead:
+      raise ValueError(f"{field}: expected the leading axes {lead}, got shape {leaf.shape}")
+    if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
+      raise ValueError(
+        "stats: expected arrays that this process can read, got some of other processes; "
+        "gather them with jax.experimental.multihost_utils.process_allgather"
+      )
 
 
 def _describe(config: BalanceConfig) -> dict[str, Any]:
