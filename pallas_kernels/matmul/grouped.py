@@ -37,8 +37,7 @@ def grouped_matmul(
     are not written: they hold anything.
 
   Raises:
-    NotImplementedError: a dtype other than bfloat16, K no multiple of 64, N no multiple of 128,
-      or C below 256.
+    NotImplementedError: a dtype other than bfloat16, or K or N no multiple of 64.
     ValueError: shapes that do not fit together.
   """
   return grouped_matmul_sum(

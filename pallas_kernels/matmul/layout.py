@@ -4,6 +4,7 @@ And what the matmul kernels expect of their operands.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import jax
@@ -14,13 +15,28 @@ from pallas_kernels.transfer import tiles
 
 Array = jax.Array
 
-DEPTH = 64  # contracted per stage: 128 bytes, the widest swizzle
+UNIT = 64  # of all widths: 128 bytes of bfloat16, the widest swizzle
+DEPTH = UNIT  # contracted per stage
 MULTIPLYING = 2  # warpgroups of a block
-_WIDEST = 256  # columns of a tile
+_WIDEST = 256  # columns of a tile of one weight: of one instruction
 _SMS = 132  # of an H100 or H200
 _BLOCKS_BESIDE = 7 * _SMS  # see ``make_room``
 
 Schedule = Literal["together", "deferred", "in_turns"]
+
+# Rows and columns of tiles, those of all weights together.
+_SHARED_TILES = ((128, 256), (256, 128), (128, 192), (256, 64), (128, 128), (128, 64))
+_TILES: Mapping[Schedule, tuple[tuple[int, int], ...]] = {
+  "together": _SHARED_TILES,
+  "deferred": _SHARED_TILES,
+  "in_turns": ((128, 128), (128, 64)),
+}
+# Sums of a warpgroup that registers hold.
+_MOST_SUMS: Mapping[Schedule, int] = {
+  "together": 128 * 192,
+  "deferred": 128 * 128,
+  "in_turns": 128 * 192,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +44,12 @@ class Tuning:
   """How a kernel is laid out on the device. It changes no result beyond rounding.
 
   Attributes:
-    schedule: of the two warpgroups that multiply. "together": they share a tile of 128 × 256 or
-      256 × 128, and nothing is multiplied while they store it. "deferred": they store it while
-      they multiply the next one. "in_turns": each has a tile of 128 × 128 of its own, and stores
-      it while the other multiplies.
+    schedule: of the two warpgroups that multiply. "together": they share a tile, half of its rows
+      each, and nothing is multiplied while they store it. "deferred": they store it while they
+      multiply the next one. "in_turns": each has a tile of its own, and stores it while the other
+      multiplies.
+    rows: of a tile. ``None``, or where the widths have no room for it: as ``choose_tile`` finds.
+    cols: of a tile, those of all weights together; given if ``rows`` is.
     stages: of the ring; each has ``DEPTH`` of both operands.
     buffers: pieces of 8 KB (64 × 64 of bfloat16, 64 × 32 of float32) that a warpgroup stores at
       a time.
@@ -51,6 +69,8 @@ class Tuning:
   """
 
   schedule: Schedule = "together"
+  rows: int | None = None
+  cols: int | None = None
   stages: int = 4
   buffers: int = 2
   band: int = 2048
@@ -62,6 +82,7 @@ class Tuning:
     if self.schedule not in get_args(Schedule):
       raise ValueError(f"schedule: expected one of {get_args(Schedule)}, got {self.schedule!r}")
     tiles.check_positive(self, "stages", "buffers", "band", "blocks", "cluster")
+    self._check_tile()
     if not isinstance(self.auto_barriers, bool):
       raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
     if self.blocks % self.cluster:
@@ -77,11 +98,33 @@ class Tuning:
         f"stages: expected at most {tiles.SHARED_BYTES} shared bytes, got {self.ring_bytes}"
       )
 
+  def _check_tile(self) -> None:
+    if self.rows is None and self.cols is None:
+      return
+    tiles.check_positive(self, "rows", "cols")
+    (rows, cols), most = self._largest, self.strips * _MOST_SUMS[self.schedule]
+    if rows % (UNIT * self.strips) or cols % UNIT or rows * cols > most:
+      raise ValueError(
+        f"rows, cols: expected multiples of {UNIT * self.strips} and {UNIT}, their product at most "
+        f"{most} for {self.schedule!r}, got {rows} and {cols}"
+      )
+
+  @property
+  def strips(self) -> int:
+    """Warpgroups that share a tile."""
+    return 1 if self.schedule == "in_turns" else MULTIPLYING
+
+  @property
+  def _largest(self) -> tuple[int, int]:
+    """Rows and columns of the largest tile that a stage must hold."""
+    if self.rows is not None and self.cols is not None:
+      return self.rows, self.cols
+    return max(_TILES[self.schedule], key=sum)
+
   @property
   def ring_bytes(self) -> int:
     """Of the stages; as many for any number of weights."""
-    rows_and_cols = 256 if self.schedule == "in_turns" else 384
-    return 2 * rows_and_cols * DEPTH * self.stages
+    return 2 * sum(self._largest) * DEPTH * self.stages
 
   @property
   def store_bytes(self) -> int:
@@ -94,8 +137,8 @@ class Tile:
   """Of the result, what one or both warpgroups have in registers.
 
   Attributes:
-    strip: rows of one warpgroup.
-    cols: columns, of each weight operand.
+    strip: rows of one warpgroup, a multiple of 64.
+    cols: columns, of each weight operand; a multiple of 64.
     strips: warpgroups that share the tile: 2, or 1 if they take turns.
   """
 
@@ -109,21 +152,44 @@ class Tile:
 
 
 def choose_tile(rows: int, cols: int, operands: int, tuning: Tuning) -> Tile:
-  """The largest tile whose sums stay in registers: 128 × 256, 256 × 128, or 128 × 128 in turns.
+  """The tile that computes the result soonest: the tuning's own if the result has room for it.
+
+  The last tile along an axis may begin inside the one before, so that none sticks out.
 
   Args:
-    rows: of which the tile's must be a divisor; of any number if a multiple of 256.
-    cols: of the result, a multiple of 128.
+    rows: of the result, a multiple of 64; or 256 where they come in groups of any size.
+    cols: of the result, a multiple of 64.
     operands: weights that share the tile's columns.
     tuning: whether the warpgroups take turns.
   """
-  if tuning.schedule == "in_turns":
-    return Tile(128, 128 // operands, 1)
-  if operands == 2:
-    return Tile(64, 128, 2)
-  if cols % 256 == 0:
-    return Tile(64, 256, 2)
-  return Tile(128 if rows % 256 == 0 else 64, 128, 2)
+
+  def of(rows: int, cols: int) -> Tile:
+    return Tile(rows // tuning.strips, cols // operands, tuning.strips)
+
+  def fits(tile: Tile) -> bool:
+    return tile.strip <= rows and tile.cols <= min(cols, _WIDEST) and tile.cols % UNIT == 0
+
+  def cost(tile: Tile) -> float:
+    height, width = (
+      -(-size // part) * part for size, part in ((rows, tile.rows), (cols, tile.cols))
+    )
+    return height * width * (1 + _shared_cycles(tile, operands))
+
+  if tuning.rows is not None and tuning.cols is not None and fits(of(tuning.rows, tuning.cols)):
+    return of(tuning.rows, tuning.cols)
+  return min(filter(fits, (of(*shape) for shape in _TILES[tuning.schedule])), key=cost)
+
+
+def _shared_cycles(tile: Tile, operands: int) -> float:
+  """Cycles that shared memory is busy, for each that the tensor cores are.
+
+  It serves 128 bytes a cycle. A product of 64 rows reads these and all columns; loads write each
+  row and column once.
+  """
+  products = tile.rows // UNIT * operands
+  read = products * (UNIT + tile.cols)
+  written = tile.rows + operands * tile.cols
+  return 2 * (read + written) * DEPTH / 128 / (products * tile.cols * 2)
 
 
 def make_room(beside: bool) -> Tuning:
@@ -182,8 +248,3 @@ def expect_bfloat16(**arrays: Array) -> None:
 def expect_multiple(name: str, size: int, unit: int) -> None:
   if size % unit:
     raise NotImplementedError(f"{name}: expected a multiple of {unit}, got {size}")
-
-
-def expect_capacity(capacity: int) -> None:
-  if capacity < 256:
-    raise NotImplementedError(f"C: expected at least 256 rows, got {capacity}")

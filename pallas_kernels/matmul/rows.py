@@ -19,12 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.matmul.layout import DEPTH, Array, Tile, Tuning
+from pallas_kernels.matmul.layout import DEPTH, UNIT, Array, Tile, Tuning
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
 _UNIT = 64  # rows of one wgmma: what a tile may have less than its neighbours
+_MOST_ROWS = 256  # of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,8 @@ def multiply_rows(
   capacity, cols, num_home = _check(contractions, group_size_P, slots, transpose_rhs)
   weights = len(contractions[0].home)
   tuning = tuning or layout.make_room(beside is not None)
-  tile = layout.choose_tile(256, cols, weights, tuning)
-  if (cols // tile.cols) % tuning.cluster:
+  tile = layout.choose_tile(_MOST_ROWS, cols, weights, tuning)
+  if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
   # An operand may not be empty; without replicas the second one is never read.
   operands = [
@@ -155,14 +156,13 @@ def _check(
       layout.expect_shape("home_MKN", home, (num_home, *weights))
       layout.expect_shape("replica_SKN", replica, (num_replica, *weights))
       layout.expect_bfloat16(home_MKN=home, replica_SKN=replica)
-    layout.expect_multiple("K", depth, DEPTH)
+    layout.expect_multiple("K", depth, UNIT)
   all_slots, count = range(group_size_P.shape[0]), num_home + num_replica
   if slots == all_slots:
     layout.expect_shape("group_size_P", group_size_P, (count,))
   elif len(slots) != count or slots != all_slots[slots.start : slots.stop]:
     raise ValueError(f"slots: expected {count} of {all_slots}, got {slots}")
-  layout.expect_multiple("N", cols, 128)
-  layout.expect_capacity(capacity)
+  layout.expect_multiple("N", cols, UNIT)
   return capacity, cols, num_home
 
 
@@ -220,7 +220,8 @@ def _body(
 ) -> None:
   table, operands = inputs[0], treedef.unflatten(inputs[1:])
   (lhs_load, staged, *_), (lhs, staged_store, *rhs) = views
-  num_cols = outs[0].shape[1] // tile.cols
+  capacity, width = outs[0].shape
+  num_cols = -(-width // tile.cols)
   steps_of = [rows.shape[1] // DEPTH for rows, _ in operands]
   num_steps = sum(steps_of)
   num_rows = table[3, 0]
@@ -234,12 +235,14 @@ def _body(
       num_cols // tuning.cluster,
       tuning.band // (tile.cols * tuning.cluster),
     )
-    col = (col * tuning.cluster + rank) * tile.cols
+    # The last tile may begin inside the one before: both compute the same bits.
+    col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
     return Work(jnp.int32(num_steps), (table[0, row], table[1, row], table[2, row], col))
 
   def load(work: Work, before: Array, owner: Array) -> None:
     slot, start, _, col = work.rest
     cols = pl.ds(col, tile.cols)
+    loaded_rows = min(tile.rows, capacity)  # what lies behind these is multiplied, not stored
 
     def load_steps(
       rows: Any, weights: Sequence[Any], slot: Array, before: Array, count: int
@@ -247,8 +250,9 @@ def _body(
       def step(k: Array, _: None) -> None:
         stage, loaded = ring.acquire(before + k, owner)
         depth = pl.ds(k * DEPTH, DEPTH)
-        source = rows.at[pl.ds(start, tile.rows), depth]
-        pipeline.load_common_rows(source, lhs_load.at[stage], loaded, tuning)
+        source = rows.at[pl.ds(start, loaded_rows), depth]
+        target = lhs_load.at[stage, pl.ds(0, loaded_rows)]
+        pipeline.load_common_rows(source, target, loaded, tuning)
         for weight, target in zip(weights, rhs, strict=True):
           source = weight.at[slot, cols, depth] if transpose_rhs else weight.at[slot, depth, cols]
           plgpu.copy_gmem_to_smem(source, target.at[stage], loaded)
@@ -322,12 +326,13 @@ def _body(
         plgpu.copy_smem_to_gmem(source, target)
 
       rest = stored - r
-      when(rest >= 64)(lambda: store_rows(0, 64))
+      if capacity >= 64:
+        when(rest >= 64)(lambda: store_rows(0, 64))
 
       # A copy has a fixed number of rows, so a part is stored by the bits of its size.
       @when((rest > 0) & (rest < 64))
       def _() -> None:
-        for size in (32, 16, 8, 4, 2, 1):
+        for size in (x for x in (32, 16, 8, 4, 2, 1) if x <= capacity):
           done = rest & (64 - 2 * size)
           when((rest & size) != 0)(functools.partial(store_rows, done, size))
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, Array, Tile, Tuning
+from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, Array, Tile, Tuning
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
@@ -35,6 +35,7 @@ def grouped_matmul_wgrad(
   group_size_P: Array,
   num_home: int,
   *,
+  filled_S: Array | None = None,
   tuning: Tuning | None = None,
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
@@ -45,17 +46,20 @@ def grouped_matmul_wgrad(
     grad_CN: ``[C, N]`` bfloat16.
     group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
     num_home: M, at least 1.
+    filled_S: ``[S]`` bool, the replica slots that hold an expert; ``None``: all. The others have
+      no rows.
     tuning: how the kernel is laid out.
 
   Returns:
-    ``[M, K, N]`` and ``[S, K, N]``, float32; an empty slot's gradient is zero.
+    ``[M, K, N]`` and ``[S, K, N]``, float32. The gradient of a slot without rows is zero, but that
+    of a slot which is not filled is not written: it holds anything.
 
   Raises:
-    NotImplementedError: a dtype other than bfloat16, K or N no multiple of 128, C no multiple
-      of 8, or below 256.
+    NotImplementedError: a dtype other than bfloat16, or K or N no multiple of 64.
     ValueError: shapes that do not fit together.
   """
-  return wgrad_beside(None, rows_CK, grad_CN, group_size_P, num_home, tuning=tuning)[0]
+  arguments = rows_CK, grad_CN, group_size_P, num_home
+  return wgrad_beside(None, *arguments, filled_S=filled_S, tuning=tuning)[0]
 
 
 def wgrad_beside(
@@ -65,6 +69,7 @@ def wgrad_beside(
   group_size_P: Array,
   num_home: int,
   *,
+  filled_S: Array | None = None,
   tuning: Tuning | None = None,
 ) -> tuple[tuple[Array, Array], Any]:
   """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
@@ -73,19 +78,23 @@ def wgrad_beside(
   if not 1 <= num_home <= num_slots:
     raise ValueError(f"num_home: expected 1 to {num_slots}, the slots, got {num_home}")
   layout.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
-  layout.expect_multiple("K", depth, 128)
-  layout.expect_multiple("N", cols, 128)
-  layout.expect_multiple("C", capacity, 8)
-  layout.expect_capacity(capacity)
+  layout.expect_multiple("K", depth, UNIT)
+  layout.expect_multiple("N", cols, UNIT)
   tuning = tuning or layout.make_room(transfer is not None)
   if tuning.schedule != "together":
     raise ValueError(f"tuning: expected 'together', got {tuning.schedule!r}")
   tile = layout.choose_tile(depth, cols, 1, tuning)
-  if (cols // tile.cols) % tuning.cluster:
+  if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
+  # What TMA loads in place are whole stages that begin at a multiple of 8.
+  if more := max(-(-capacity // 8) * 8, DEPTH) - capacity:
+    rows_CK, grad_CN = (jnp.pad(x, [(0, more), (0, 0)]) for x in (rows_CK, grad_CN))
+    capacity += more
   num_replica = num_slots - num_home
+  if filled_S is not None:
+    layout.expect_shape("filled_S", filled_S, (num_replica,))
   out_type = functools.partial(jax.typeof(rows_CK).update, dtype=jnp.dtype(jnp.float32))
-  table, border_row_PB, mine_PB = inner_steps(capacity, group_size_P)
+  table, border_row_PB, mine_PB = inner_steps(capacity, group_size_P, num_home, filled_S)
 
   def border(x_CX: Array) -> Array:
     x_PBX = jnp.where(mine_PB[..., None], x_CX[border_row_PB], jnp.zeros((), x_CX.dtype))
@@ -113,7 +122,9 @@ def wgrad_beside(
   return (grads[0], replica), transferred
 
 
-def inner_steps(capacity: int, group_size_P: Array) -> tuple[Array, Array, Array]:
+def inner_steps(
+  capacity: int, group_size_P: Array, num_home: int, filled_S: Array | None
+) -> tuple[Array, Array, Array]:
   """The stages of each group's rows, without those of other groups.
 
   The rows between the first that TMA can address (a multiple of 8) and the last whole stage
@@ -121,8 +132,9 @@ def inner_steps(capacity: int, group_size_P: Array) -> tuple[Array, Array, Array
   slot, filled up with zeros.
 
   Returns:
-    ``[4, P]`` int32, the largest group first: slot, first aligned row, stages of border rows,
-    stages in all; ``[P, _BORDER]`` int32, the row of each border row; and whether it is one.
+    ``[5, P]`` int32, the largest group first: slot, first aligned row, stages of border rows,
+    stages in all, and in the last line the number of slots to compute; ``[P, _BORDER]`` int32, the
+    row of each border row; and whether it is one.
   """
   start_P = layout.sum_before(group_size_P)
   head_P = jnp.minimum(-start_P % 8, group_size_P)
@@ -133,8 +145,13 @@ def inner_steps(capacity: int, group_size_P: Array) -> tuple[Array, Array, Array
   i_1B = jnp.arange(_BORDER, dtype=jnp.int32)[None, :]
   in_head_PB = i_1B < head_P[:, None]
   row_PB = start_P[:, None] + i_1B + jnp.where(in_head_PB, 0, aligned_P[:, None] * DEPTH)
-  table_4P = _largest_first(group_size_P, lines_3P)
-  return table_4P, jnp.minimum(row_PB, capacity - 1), i_1B < border_P[:, None]
+  filled_P = jnp.ones(group_size_P.shape, bool)
+  if filled_S is not None:
+    filled_P = jnp.concatenate([filled_P[:num_home], filled_S])
+  count_P = jnp.broadcast_to(jnp.sum(filled_P, dtype=jnp.int32), group_size_P.shape)
+  table_4P = _largest_first(jnp.where(filled_P, group_size_P, -1), lines_3P)
+  table_5P = jnp.concatenate([table_4P, count_P[None]])
+  return table_5P, jnp.minimum(row_PB, capacity - 1), i_1B < border_P[:, None]
 
 
 def _largest_first(group_size_P: Array, lines_XP: Array) -> Array:
@@ -161,8 +178,8 @@ def _body(
   tuning: Tuning,
 ) -> None:
   (table, rows, grad, border_rows, border_grad), ((lhs, rhs, staged),) = inputs, views
-  num_rows = outs[0].shape[1] // tile.rows
-  num_cols = outs[0].shape[2] // tile.cols // tuning.cluster
+  height, width = outs[0].shape[1:]
+  num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
   strip = pipeline.strip_index(tile)
   ring = Ring(full, free, tuning.stages)
@@ -171,9 +188,13 @@ def _body(
     index, in_slot = (f(t, jnp.int32(slot_tiles)) for f in (lax.div, lax.rem))
     band = tuning.band // (tile.cols * tuning.cluster)
     row, col = layout.position(in_slot, num_rows, num_cols, band)
-    corner = row * tile.rows, (col * tuning.cluster + rank) * tile.cols
+    # The last tile, or strip, may begin inside the one before: both compute the same bits.
+    col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
     slot, first_row, border_steps, steps = (table[line, index] for line in range(4))
-    return Work(steps, (slot, first_row, border_steps, *corner))
+    return Work(steps, (slot, first_row, border_steps, row * tile.rows, col))
+
+  def strip_row(out_row: Array, strip: Array | int) -> Array:
+    return lax.min(out_row + strip * tile.strip, jnp.int32(height - tile.strip))
 
   def load(work: Work, before: Array, owner: Array) -> None:
     slot, aligned, border_steps, out_row, out_col = work.rest
@@ -183,7 +204,7 @@ def _body(
         stage, loaded = ring.acquire(before + k, owner)
         depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, 8), DEPTH)
         for strip in range(tile.strips):
-          source = rows.at[depth, pl.ds(out_row + strip * tile.strip, tile.strip)]
+          source = rows.at[depth, pl.ds(strip_row(out_row, strip), tile.strip)]
           pipeline.load_common_rows(source, lhs.at[stage, strip], loaded, tuning)
         source = grad.at[depth, pl.ds(out_col, tile.cols)]
         plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
@@ -195,6 +216,7 @@ def _body(
 
   def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
     slot, _, _, out_row, out_col = work.rest
+    strip_start = strip_row(out_row, strip)
 
     def multiply(acc: Any) -> Array:
       def wgmma(stage: Array) -> None:
@@ -212,7 +234,7 @@ def _body(
       plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
       piece[...] = product[r : r + _PIECE[0], c : c + _PIECE[1]]
       plgpu.commit_smem()
-      at = pl.ds(out_row + strip * tile.strip + r, _PIECE[0]), pl.ds(out_col + c, _PIECE[1])
+      at = pl.ds(strip_start + r, _PIECE[0]), pl.ds(out_col + c, _PIECE[1])
 
       def store(out: Any, slot: Array, piece: Any = piece, at: Any = at) -> None:
         plgpu.copy_smem_to_gmem(piece, out.at[slot, *at])
@@ -220,5 +242,5 @@ def _body(
       when(slot < num_home)(functools.partial(store, outs[0], slot))
       when(slot >= num_home)(functools.partial(store, outs[-1], slot - num_home))
 
-  num_tiles = table.shape[1] * slot_tiles
+  num_tiles = table[4, 0] * slot_tiles
   pipeline.persist(num_tiles, describe, load, compute, ring, tile, tuning)

@@ -21,6 +21,7 @@ Array = jax.Array
 # Measured on H200: more workers than dispatch has, as they also add, and fewer signals.
 TUNING = Tuning(workers=8, tile_bytes=8192, steps=2)
 _LANES = 128  # threads that add a row together
+_LOADED = 8  # bytes that a thread loads at a time
 _MOST_PER_THREAD = 32  # values of a row that a thread adds at a time, in registers
 
 
@@ -58,8 +59,7 @@ def combine(
     ``[T, D]`` in the dtype of the rows; zero for a token without assignments.
 
   Raises:
-    NotImplementedError: a dtype or a mesh that the kernel does not handle, or D no multiple of
-      128.
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, or D no multiple of 16.
     ValueError: shapes that do not fit.
   """
   tuning = tuning or TUNING
@@ -67,6 +67,10 @@ def combine(
   (num_tokens, top_k), width = dest_TK.shape, rows_CD.shape[1]
   if not dest_TK.size:
     return jnp.zeros((num_tokens, width), rows_CD.dtype)
+  if width < _LANES:
+    rows_CD = jnp.pad(rows_CD, [(0, 0), (0, _LANES - width)])
+    arguments = rows_CD, gate_GTK, dest_TK, received_GTK
+    return combine(*arguments, axis_name=axis_name, tuning=tuning)[:, :width]
   deal = Deal.of(num_tokens, top_k, tuning)
   num_ranks = received_GTK.shape[0]
   source_TK = jnp.where(chunks.leads(dest_TK), dest_TK, -1)
@@ -74,7 +78,8 @@ def combine(
   if gate_GTK is not None:
     tables.append(deal.table(gate_GTK, 0.0))
   rows_CD, *tables = varying.vary_alike(rows_CD, *tables)
-  parts = chunks.pieces(width, min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning)))
+  most = min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning))
+  parts = chunks.pieces(width, most)
   kernel = plgpu.kernel(
     functools.partial(
       _kernel, parts=parts, deal=deal, weighted=gate_GTK is not None, axis_name=axis_name
@@ -90,7 +95,7 @@ def combine(
     scratch_types=[
       plgpu.SMEM((tuning.workers, deal.line), jnp.int32),
       plgpu.SMEM((tuning.workers, deal.line), jnp.float32),
-      plgpu.SMEM((tuning.workers, max(length for _, length in parts)), rows_CD.dtype),
+      plgpu.SMEM((tuning.workers, max(_LANES, *(length for _, length in parts))), rows_CD.dtype),
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_ranks)),
     ],
@@ -138,14 +143,25 @@ def _kernel(
   def assignment(token: Array, k: Array) -> Array:
     return all_lines[slot, token * deal.top_k + k]
 
-  def total(token: Array, length: int, term: Callable[[Array, Array], Array]) -> Array:
-    """The sum of ``term(k, line entry)`` over a token's assignments with an entry."""
+  def total(
+    token: Array, start: int, length: int, term: Callable[[Array, Array, Any], Array]
+  ) -> list[tuple[Any, Array]]:
+    """A part's sums of ``term(k, line entry, values)`` over a token's assignments with an entry.
 
-    def add(k: Array, sum_D: Array) -> Array:
+    In pieces: which values of the row, and their sums.
+    """
+    pieces = [pl.ds(*piece) for piece in _cover(start, length, rows_ref.dtype)]
+
+    def add(k: Array, sums: list[Array]) -> list[Array]:
       entry = assignment(token, k)
-      return cond(entry >= 0, lambda: sum_D + term(k, entry), lambda: sum_D)
+      return cond(
+        entry >= 0,
+        lambda: [x + term(k, entry, piece) for x, piece in zip(sums, pieces, strict=True)],
+        lambda: sums,
+      )
 
-    return lax.fori_loop(0, deal.top_k, add, jnp.zeros(length, jnp.float32))
+    zeros = [jnp.zeros(piece.size, jnp.float32) for piece in pieces]
+    return list(zip(pieces, lax.fori_loop(0, deal.top_k, add, zeros), strict=True))
 
   def has_any(token: Array) -> Array:
     most = lax.fori_loop(
@@ -165,15 +181,17 @@ def _kernel(
       def send_token(token: Array, to: Array = to) -> None:
         for start, length in parts:
 
-          def weigh(k: Array, row: Array, start: int = start, length: int = length) -> Array:
-            row_D = rows_ref[row, pl.ds(start, length)].astype(jnp.float32)
+          def weigh(k: Array, row: Array, piece: Any) -> Array:
+            row_D = rows_ref[row, piece].astype(jnp.float32)
             return row_D * all_gates[slot, token * deal.top_k + k] if weighted else row_D
 
-          sum_D = total(token, length, weigh)
+          sums = total(token, start, length, weigh)
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the part before it
-          staged = all_buffers.at[slot, pl.ds(0, length)]
-          staged[...] = sum_D.astype(rows_ref.dtype)
+          first = min(start, *(piece.start for piece, _ in sums))
+          for piece, sum_D in sums:
+            all_buffers[slot, pl.ds(piece.start - first, piece.size)] = sum_D.astype(rows_ref.dtype)
           plgpu.commit_smem()
+          staged = all_buffers.at[slot, pl.ds(start - first, length)]
           target = peers.remote_ref(sums_ref, to, axis_name)
           place = target.at[rank, chunk * deal.chunk + token, pl.ds(start, length)]
           plgpu.copy_smem_to_gmem(staged, place)
@@ -201,10 +219,11 @@ def _kernel(
       def _() -> None:
         for start, length in parts:
 
-          def read(k: Array, source: Array, start: int = start, length: int = length) -> Array:
-            return sums_ref[source, place, pl.ds(start, length)].astype(jnp.float32)
+          def read(k: Array, source: Array, piece: Any) -> Array:
+            return sums_ref[source, place, piece].astype(jnp.float32)
 
-          y_ref[place, pl.ds(start, length)] = total(token, length, read).astype(y_ref.dtype)
+          for piece, sum_D in total(token, start, length, read):
+            y_ref[place, piece] = sum_D.astype(y_ref.dtype)
 
   @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
   def _(step: Array) -> None:
@@ -214,12 +233,30 @@ def _kernel(
   add_chunk(jnp.int32(deal.steps - 1))
 
 
+def _cover(start: int, length: int, dtype: jnp.dtype) -> list[tuple[int, int]]:
+  """Start and length of pieces that all threads share evenly, and that make up a part of a row.
+
+  The last one begins inside the first, or before the part, if it must.
+
+  >>> _cover(0, 4096, jnp.dtype("bfloat16")), _cover(0, 2880, jnp.dtype("bfloat16"))
+  ([(0, 4096)], [(0, 2560), (2368, 512)])
+  """
+  unit = _LANES * (_LOADED // dtype.itemsize)
+  while unit > max(length, _LANES):
+    unit //= 2
+  whole = length // unit * unit
+  while unit // 2 >= max(length - whole, _LANES):
+    unit //= 2
+  pieces = [(start, whole), (start + length - unit, unit)]
+  return [pieces[0]] if whole == length else pieces[whole == 0 :]
+
+
 def check_sizes(width: int, dtype: Any) -> None:
   """Raises NotImplementedError unless the kernel handles rows of ``width`` values of a dtype."""
   if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
     raise NotImplementedError(f"rows_CD: expected bfloat16, float16 or float32, got {dtype}")
-  if width == 0 or width % _LANES:
-    raise NotImplementedError(f"D: expected a positive multiple of {_LANES}, got {width}")
+  if width == 0 or width % tiling.ALIGNMENT:  # also of bytes, for tokens in FP8
+    raise NotImplementedError(f"D: expected a positive multiple of {tiling.ALIGNMENT}, got {width}")
 
 
 def _check(

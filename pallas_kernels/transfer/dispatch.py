@@ -97,7 +97,7 @@ def dispatch_scaled(
   write all of them once more.
 
   Args:
-    value_TD: ``[T, D]`` float8_e4m3fn, D a multiple of 128.
+    value_TD: ``[T, D]`` float8_e4m3fn, D a multiple of 16.
     scale_TB: ``[T, B]`` float32, one for each 128 values; B is ``num_scales(D)``.
     dest_TK: as for ``dispatch``, like the other arguments.
     row_TK: the same.
@@ -198,8 +198,8 @@ def _launch(
 
 
 def _product_buffer(tiles: Sequence[Tiles], dtype: jnp.dtype, tuning: Tuning) -> Any:
-  longest = max(each.length for each in tiles if each.array == _VALUES)
-  return plgpu.SMEM((tuning.workers, longest), dtype)
+  most_blocks = max(-(-each.length // SCALED) for each in tiles if each.array == _VALUES)
+  return plgpu.SMEM((tuning.workers, most_blocks * SCALED), dtype)
 
 
 def _kernel(
@@ -243,20 +243,24 @@ def _kernel(
         part = pl.ds(each.start + index * each.length, each.length)
         visit(each.array, tiling.buffer(each, tiles, buffer_refs), part)
 
-  def multiply(buffer: Any, part: Any) -> Any:
-    """The values of a tile times their scales, which lie in the buffer of the tile before it."""
-    scales = tiling.buffer(tiles[_SCALES], tiles, buffer_refs)
-    result = product_buffer.at[slot, pl.ds(0, part.size)]
-    first_scale = lax.div(jnp.int32(part.start), jnp.int32(SCALED))
+  def multiply(part: Any) -> Any:
+    """The values of a tile times their scales, which lie in the buffer of the tile before it.
 
-    @pl.loop(0, part.size // SCALED, unroll=math.gcd(part.size // SCALED, _UNROLLED))
+    What lies behind the tile in a block that it does not fill is multiplied, too, but not used.
+    """
+    scales = tiling.buffer(tiles[_SCALES], tiles, buffer_refs)
+    whole = tiling.whole_buffer(tiles[-1], tiles, buffer_refs)
+    first_scale = lax.div(jnp.int32(part.start), jnp.int32(SCALED))
+    num_blocks = -(-part.size // SCALED)
+
+    @pl.loop(0, num_blocks, unroll=math.gcd(num_blocks, _UNROLLED))
     def _(block: Array) -> None:
       here = pl.ds(block * SCALED, SCALED)
-      values = buffer[here].astype(jnp.float32)
-      result[here] = (values * scales[first_scale + block]).astype(result.dtype)
+      product = whole[here].astype(jnp.float32) * scales[first_scale + block]
+      product_buffer[slot, here] = product.astype(product_buffer.dtype)
 
     plgpu.commit_smem()
-    return result
+    return product_buffer.at[slot, pl.ds(0, part.size)]
 
   def send_chunk(step: Array) -> None:
     chunk = deal.chunk_index(step, worker)
@@ -312,7 +316,7 @@ def _kernel(
           if not scaled:
             store(rows_refs[array], buffer, part, skipped=first)
           elif array == _VALUES:
-            store(products[0], multiply(buffer, part), part, skipped=jnp.int32(-1))
+            store(products[0], multiply(part), part, skipped=jnp.int32(-1))
 
         def store(target: Any, buffer: Any, part: Any, skipped: Array) -> None:
           @pl.loop(jnp.int32(0), jnp.int32(deal.top_k))
@@ -363,9 +367,9 @@ def _check_scaled(value_TD: Array, scale_TB: Array, dtype: Any) -> None:
     raise NotImplementedError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
   if value_TD.dtype != jnp.float8_e4m3fn:
     raise NotImplementedError(f"value_TD: expected float8_e4m3fn, got {value_TD.dtype}")
-  if value_TD.ndim != 2 or value_TD.shape[1] % SCALED:
+  if value_TD.ndim != 2 or value_TD.shape[1] % tiling.ALIGNMENT:
     raise NotImplementedError(
-      f"value_TD: expected [T, D], D a multiple of {SCALED}, got {value_TD.shape}"
+      f"value_TD: expected [T, D], D a multiple of {tiling.ALIGNMENT}, got {value_TD.shape}"
     )
   scales = num_scales(value_TD.shape[1])
   if scale_TB.dtype != jnp.float32 or scale_TB.ndim != 2 or scale_TB.shape[1] != scales:

@@ -165,8 +165,13 @@ def buffers(tiles: Sequence[Tiles], tuning: Tuning) -> list[Any]:
 
 def buffer(tiles: Tiles, all_tiles: Sequence[Tiles], buffer_refs: Sequence[Any]) -> Any:
   """This worker's buffer for a tile of ``tiles`` (inside a kernel)."""
+  return whole_buffer(tiles, all_tiles, buffer_refs).at[jnp.s_[: tiles.length]]
+
+
+def whole_buffer(tiles: Tiles, all_tiles: Sequence[Tiles], buffer_refs: Sequence[Any]) -> Any:
+  """The same, to its end at a multiple of 128 bytes."""
   index = list(_buffer_lengths(all_tiles)).index(tiles.dtype)
-  return buffer_refs[index].at[lax.axis_index(WORKER_AXIS), jnp.s_[: tiles.length]]
+  return buffer_refs[index].at[lax.axis_index(WORKER_AXIS)]
 
 
 def _buffer_lengths(tiles: Sequence[Tiles]) -> Mapping[jnp.dtype, int]:

@@ -99,6 +99,7 @@ class Replicas:
   """Copies that are there, and whose gradients stay."""
 
   def __init__(self, copies):
+    self.filled_S = lambda: jnp.ones(copies.wo.shape[0], bool)
     self.copies = lambda: copies
     self.copying = lambda: None
     self.reducing = lambda replica_grads, home_grads: None

@@ -16,6 +16,7 @@ from pallas_kernels.matmul import pipeline
 from pallas_kernels.matmul.layout import Tuning
 
 TOGETHER = Tuning(blocks=2)
+LARGE_TILES = Tuning(rows=256, cols=192, stages=3, blocks=2)
 DEFERRED = Tuning("deferred", blocks=2)
 IN_TURNS = Tuning("in_turns", stages=6, blocks=2)
 IN_PAIRS = Tuning("in_turns", stages=6, blocks=4, cluster=2)
@@ -29,6 +30,8 @@ SIZES = [
   [0, 0, 640, 0],
   [0, 0, 0, 0],
 ]
+# Few rows in all, and groups of them.
+FEW = {1: [0, 1, 0, 0], 7: [3, 0, 0, 3], 63: [20, 0, 43, 0], 255: [1, 155, 0, 99]}
 # Groups of whole tiles: no row is computed twice, and stored twice with the same bits.
 WHOLE = [128, 64, 0, 320]
 
@@ -72,9 +75,11 @@ def interpreted(races: bool = False) -> Iterator[None]:
     yield
 
 
-def used_rows(rng: np.random.Generator, sizes: Sequence[int], width: int) -> jax.Array:
+def used_rows(
+  rng: np.random.Generator, sizes: Sequence[int], width: int, capacity: int = CAPACITY
+) -> jax.Array:
   """Rows of which the unused are NaN."""
-  return exact(rng, CAPACITY, width).at[sum(sizes) :].set(jnp.nan)
+  return exact(rng, capacity, width).at[sum(sizes) :].set(jnp.nan)
 
 
 def exact(rng: np.random.Generator, *sizes: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """The kernels that carry tokens to rows and rows to tokens: interpreted, and lowered for GPUs."""
 
+import dataclasses
 import functools
 
 import assignments
@@ -114,14 +115,14 @@ def test_dispatch_copies_bit_for_bit(problem):
   "problem", ["several rows of a rank", "more tokens than a step", "two axes"], indirect=True
 )
 def test_dispatch_scaled_multiplies_on_arrival(problem):
-  """A tile of two blocks and one of a block; scales of every row and block differ."""
+  """A tile of two blocks and one of a block and a part; scales of every row and block differ."""
   rng, axes, dest, row, capacity = problem
-  value = rng.normal(size=(*dest.shape[:3], 384)).astype(jnp.float8_e4m3fn)
+  value = rng.normal(size=(*dest.shape[:3], 400)).astype(jnp.float8_e4m3fn)
   scale = rng.uniform(0.5, 2.0, size=(*dest.shape[:3], 4)).astype(np.float32)
   run = sharded(axes, functools.partial(scaled_here, capacity), 5)
   with interpreted():
     filled = np.asarray(run(dest, row, received_by_group(dest, row), value, scale))
-  expected = value.astype(np.float32) * np.repeat(scale, 128, axis=-1)[..., :384]
+  expected = value.astype(np.float32) * np.repeat(scale, 128, axis=-1)[..., :400]
   expected = expected.astype(jnp.bfloat16)
   for group, source, token, k in np.ndindex(dest.shape):
     rank = dest[group, source, token, k]
@@ -133,15 +134,25 @@ def test_dispatch_scaled_multiplies_on_arrival(problem):
 UNWEIGHTED = ("more tokens than a step", "two axes")  # the same loops, without a factor
 
 
+# Two parts of which the second begins inside the first; one that the threads do not divide.
 @pytest.mark.parametrize(
-  "problem, weighted",
-  [*((case, True) for case in CASES), *((case, False) for case in UNWEIGHTED)],
+  "problem, weighted, width, tile_bytes",
+  [*((case, True, 320, 512) for case in CASES), *((c, False, 464, 1024) for c in UNWEIGHTED)],
   indirect=["problem"],
 )
-def test_combine_sums_the_rows_of_each_token(problem, weighted):
+def test_combine_sums_the_rows_of_each_token(problem, weighted, width, tile_bytes):
+  check_combine(problem, weighted, width, dataclasses.replace(TUNING, tile_bytes=tile_bytes))
+
+
+@pytest.mark.parametrize("problem", ["one rank"], indirect=True)
+def test_combine_of_rows_with_fewer_values_than_threads(problem):
+  check_combine(problem, weighted=True, width=64, tuning=TUNING)
+
+
+def check_combine(problem, weighted, width, tuning):
   rng, axes, dest, row, capacity = problem
   num_groups, ranks = dest.shape[:2]
-  rows = rng.integers(-8, 9, size=(num_groups, ranks, capacity, 384)).astype(jnp.bfloat16)
+  rows = rng.integers(-8, 9, size=(num_groups, ranks, capacity, width)).astype(jnp.bfloat16)
   gate = rng.integers(1, 5, size=dest.shape).astype(np.float32) / 4
   received = received_by_group(dest, row)
   for group in range(num_groups):
@@ -151,14 +162,14 @@ def test_combine_sums_the_rows_of_each_token(problem, weighted):
   every_gate = np.broadcast_to(gate[:, None], received.shape)
 
   if weighted:
-    run = sharded(axes, combine_here, 4)
+    run = sharded(axes, functools.partial(combine_here, tuning=tuning), 4)
     arguments = (rows, every_gate, dest, received)
   else:
-    run = sharded(axes, lambda rows, *args: combine_here(rows, None, *args), 3)
+    run = sharded(axes, lambda rows, *args: combine_here(rows, None, *args, tuning=tuning), 3)
     arguments = (rows, dest, received)
   with interpreted():
     y = np.asarray(run(*arguments))
-  expected = np.zeros((*dest.shape[:3], 384), np.float32)
+  expected = np.zeros((*dest.shape[:3], width), np.float32)
   for group, source, token, k in np.ndindex(dest.shape):
     rank = dest[group, source, token, k]
     if rank >= 0:
@@ -174,7 +185,7 @@ def test_combine_sums_the_rows_of_each_token(problem, weighted):
 
 FACTORS = {
   # tokens, top_k, width, dtype
-  "size": [(4096, 8, 7168, "bfloat16"), (8192, 8, 4096, "bfloat16"), (1, 1, 128, "float32")],
+  "size": [(4096, 8, 7168, "bfloat16"), (8192, 8, 2880, "bfloat16"), (1, 1, 64, "float32")],
   "axes": [ONE_AXIS, TWO_AXES],
   "check_vma": [True, False],
 }
@@ -243,7 +254,7 @@ def test_dispatch_says_what_is_wrong(kind, message, changed):
 @pytest.mark.parametrize(
   "kind, message, changed",
   [
-    (NotImplementedError, "D a multiple of 128", {"x": zeros(3, 192, dtype=jnp.float8_e4m3fn)}),
+    (NotImplementedError, "a multiple of 16", {"x": zeros(3, 136, dtype=jnp.float8_e4m3fn)}),
     (NotImplementedError, "expected float8_e4m3fn", {"x": zeros(3, 128, dtype=jnp.int8)}),
     (ValueError, r"\[T, 8\], one for each 128", {"x": zeros(3, 640, dtype=jnp.float8_e4m3fn)}),
     (ValueError, r"\[T, 4\], one for each 128", {"scale": zeros(3, 8, dtype=jnp.float32)}),
@@ -279,7 +290,7 @@ def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):
     (
       NotImplementedError,
       "D: expected a positive multiple",
-      {"rows": zeros(8, 192, dtype=jnp.float32)},
+      {"rows": zeros(8, 136, dtype=jnp.float32)},
     ),
     (NotImplementedError, "rows_CD: expected", {"rows": zeros(8, 128, dtype=jnp.int8)}),
   ],

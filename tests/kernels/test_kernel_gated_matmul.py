@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_rows import (
+  CAPACITY,
   DEFERRED,
+  FEW,
   IN_PAIRS,
   IN_TURNS,
   SIZES,
@@ -28,7 +30,7 @@ from pallas_kernels.matmul.layout import Tuning
 CAPTURED = np.ones((64, 64), np.float32)
 
 
-def lowered(activation, keep_hidden=False, c=4096, k=4096, n=1408, m=16, s=2, tuning=None):
+def lowered(activation, keep_hidden=False, c=4096, k=4096, n=2880, m=16, s=2, tuning=None):
   f = functools.partial(gated_matmul, activation=activation, keep_hidden=keep_hidden, tuning=tuning)
   home, replica = [shape(m, k, n)] * 2, [shape(s, k, n)] * 2
   return lower(f, shape(c, k), *home, *replica, shape(m + s, dtype=jnp.int32))
@@ -76,10 +78,10 @@ def test_activations_that_are_refused(activation, match):
     lowered(activation)
 
 
-def check(sizes, tuning, keep_hidden, num_home, activation):
+def check(sizes, tuning, keep_hidden, num_home, activation, depth=128, cols=256, capacity=CAPACITY):
   rng = np.random.default_rng(0)
-  rows = used_rows(rng, sizes, 128)
-  gate_weights, up_weights = exact(rng, 4, 128, 256), exact(rng, 4, 128, 256)
+  rows = used_rows(rng, sizes, depth, capacity)
+  gate_weights, up_weights = exact(rng, 4, depth, cols), exact(rng, 4, depth, cols)
   f = functools.partial(gated_matmul, activation=activation, keep_hidden=keep_hidden, tuning=tuning)
   home = gate_weights[:num_home], up_weights[:num_home]
   replica = gate_weights[num_home:], up_weights[num_home:]
@@ -113,6 +115,16 @@ def check(sizes, tuning, keep_hidden, num_home, activation):
 def test_gated_interpreted(tuning, num_home, sizes):
   with interpreted():
     check(sizes, tuning, keep_hidden=True, num_home=num_home, activation=jax.nn.silu)
+
+
+@pytest.mark.parametrize(
+  ("capacity", "tuning", "depth", "cols"),
+  [(1, TOGETHER, 64, 64), (63, IN_TURNS, 64, 192), (255, TOGETHER, 192, 320)],
+)
+def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols):
+  options = {"keep_hidden": True, "num_home": 2, "activation": jax.nn.relu}
+  with interpreted():
+    check(FEW[capacity], tuning, **options, depth=depth, cols=cols, capacity=capacity)
 
 
 def test_inner_is_the_same_without_hidden():

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_rows import (
+  CAPACITY,
   DEFERRED,
+  FEW,
   IN_PAIRS,
   IN_TURNS,
+  LARGE_TILES,
   SIZES,
   TOGETHER,
   WHOLE,
@@ -24,17 +27,18 @@ from grouped_rows import (
 from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.matmul.layout import Tuning
 
-# Widths of several models, widths of one tile, one home slot, no replica, odd capacities.
+# Widths of several models, of one tile, of less; one home slot, no replica, odd capacities, one row.
 SHAPES = [
   (32768, 7168, 2048, 16, 2),
-  (4096, 4096, 1408, 16, 0),
-  (8200, 1536, 4096, 1, 2),
-  (264, 128, 128, 3, 1),
-  (259, 64, 128, 2, 1),
+  (4096, 2880, 2880, 16, 0),
+  (8200, 1408, 4096, 1, 2),
+  (259, 64, 192, 2, 1),
+  (1, 64, 64, 3, 1),
 ]
 TUNINGS = {
   "together": Tuning(),
   "deferred": Tuning("deferred", auto_barriers=False),
+  "large tiles": Tuning(rows=256, cols=192, stages=3),
   "in_turns": Tuning("in_turns", stages=6, blocks=264),
   "in_pairs": Tuning("in_turns", stages=6, cluster=2),
 }
@@ -71,9 +75,9 @@ def test_sum_lowers_to_one_kernel():
   assert "stablehlo.add" not in "".join(line for line in text.splitlines() if "bf16" in line)
 
 
-def check(sizes, tuning, transpose, num_home, cols, depth=128):
+def check(sizes, tuning, transpose, num_home, cols, depth=128, capacity=CAPACITY):
   rng = np.random.default_rng(0)
-  rows, weights = used_rows(rng, sizes, depth), exact(rng, 4, depth, cols)
+  rows, weights = used_rows(rng, sizes, depth, capacity), exact(rng, 4, depth, cols)
   operand = weights.mT if transpose else weights
   f = functools.partial(grouped_matmul, transpose_rhs=transpose, tuning=tuning)
   out = jax.jit(f)(rows, operand[:num_home], operand[num_home:], jnp.array(sizes))
@@ -92,6 +96,21 @@ def check(sizes, tuning, transpose, num_home, cols, depth=128):
 def test_matmul_interpreted(sizes, tuning, transpose, num_home, cols):
   with interpreted():
     check(sizes, tuning, transpose, num_home, cols)
+
+
+# Tiles that the columns do not divide into, and columns of which a tile needs all.
+@pytest.mark.parametrize(
+  ("capacity", "tuning", "transpose", "depth", "cols"),
+  [
+    (1, TOGETHER, True, 64, 64),
+    (7, IN_TURNS, False, 64, 192),
+    (63, DEFERRED, False, 128, 448),
+    (255, LARGE_TILES, True, 64, 320),
+  ],
+)
+def test_few_rows_and_any_multiple_of_64(capacity, tuning, transpose, depth, cols):
+  with interpreted():
+    check(FEW[capacity], tuning, transpose, 2, cols, depth, capacity)
 
 
 # Fewer steps than there is to store meanwhile; groups of whole tiles, so that none races.
@@ -127,8 +146,7 @@ def zeros(*sizes, dtype=jnp.bfloat16):
     ((256, 64), (2, 128, 128), (1, 64, 128), 3, ValueError, "home_MKN: expected shape"),
     ((256, 64), (2, 64, 128), (1, 64, 128), 2, ValueError, "group_size_P: expected shape"),
     ((256, 96), (2, 96, 128), (1, 96, 128), 3, NotImplementedError, "K: expected a multiple of 64"),
-    ((256, 64), (2, 64, 64), (1, 64, 64), 3, NotImplementedError, "N: expected a multiple of 128"),
-    ((248, 64), (2, 64, 128), (1, 64, 128), 3, NotImplementedError, "C: expected at least 256"),
+    ((256, 64), (2, 64, 96), (1, 64, 96), 3, NotImplementedError, "N: expected a multiple of 64"),
   ],
 )
 def test_matmul_refuses(rows, home, replica, sizes, error, match):

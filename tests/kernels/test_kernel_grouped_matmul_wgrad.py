@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_rows import (
+  CAPACITY,
+  FEW,
+  LARGE_TILES,
   SIZES,
   TOGETHER,
   WHOLE,
@@ -23,15 +26,15 @@ from pallas_kernels.matmul import wgrad as module
 from pallas_kernels.matmul.layout import Tuning
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
 
-CAPACITY, SLOTS = 1024, 6
+STEPS_CAPACITY, SLOTS = 1024, 6
 IN_PAIRS = Tuning(blocks=4, cluster=2)
 
-# Widths of several models, widths of one tile, one home slot, no replica, odd capacities.
+# Widths of several models, of one tile, of less; one home slot, no replica, odd capacities, one row.
 SHAPES = [
   (32768, 7168, 2048, 16, 2),
-  (4096, 4096, 1408, 16, 0),
-  (8200, 1536, 4096, 1, 2),
-  (264, 128, 128, 3, 1),
+  (4096, 2880, 2880, 16, 0),
+  (8200, 1408, 4096, 1, 2),
+  (1, 64, 64, 3, 1),
 ]
 TUNINGS = {
   "together": Tuning(),
@@ -52,12 +55,12 @@ def test_wgrad_lowers(c, k, n, m, s, tuning):
   assert home.dtype == replica.dtype == jnp.float32
 
 
-inner_steps = jax.jit(module.inner_steps, static_argnums=0)
+inner_steps = jax.jit(module.inner_steps, static_argnums=(0, 2))
 
 examples = (
   example(np.zeros(SLOTS, np.int64)),
   example(np.array([3, 2, 1, 1, 0, 64])),
-  example(np.array([0, 0, CAPACITY, 0, 0, 0])),
+  example(np.array([0, 0, STEPS_CAPACITY, 0, 0, 0])),
 )
 
 
@@ -66,14 +69,15 @@ def with_examples(test):
 
 
 @with_examples
-@given(sizes_that_fit(CAPACITY, SLOTS))
+@given(sizes_that_fit(STEPS_CAPACITY, SLOTS))
 def test_inner_steps_contract_every_row_of_their_group_once(sizes):
-  table, row, mine = inner_steps(CAPACITY, jnp.array(sizes, jnp.int32))
+  table, row, mine = inner_steps(STEPS_CAPACITY, jnp.array(sizes, jnp.int32), SLOTS - 2, None)
   table, row, mine = np.asarray(table), np.asarray(row), np.asarray(mine)
   end = np.cumsum(sizes)
   assert sorted(table[0]) == list(range(SLOTS))
   assert list(sizes[table[0]]) == sorted(sizes, reverse=True)
-  for slot, aligned, border_steps, steps in table.T:
+  for slot, aligned, border_steps, steps, count in table.T:
+    assert count == SLOTS
     in_place = aligned + np.arange(64 * (steps - border_steps))
     if len(in_place):
       assert aligned % 8 == 0
@@ -83,16 +87,20 @@ def test_inner_steps_contract_every_row_of_their_group_once(sizes):
     assert 64 * steps < sizes[slot] + 64
 
 
-def check(sizes, tuning, num_home, depth, cols):
+def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None):
+  """``filled`` of the replica slots; the others are as the interpreter leaves memory, NaN."""
   rng = np.random.default_rng(0)
-  rows, grad = used_rows(rng, sizes, depth), used_rows(rng, sizes, cols)
+  rows, grad = (used_rows(rng, sizes, width, capacity) for width in (depth, cols))
   f = functools.partial(grouped_matmul_wgrad, num_home=num_home, tuning=tuning)
-  home, replica = jax.jit(f)(rows, grad, jnp.array(sizes))
+  filled = None if filled is None else jnp.array(filled)
+  home, replica = jax.jit(f)(rows, grad, jnp.array(sizes), filled_S=filled)
   assert home.shape == (num_home, depth, cols)
   assert replica.shape == (4 - num_home, depth, cols)
-  for got, span in zip(jnp.concatenate([home, replica]), spans(sizes), strict=True):
-    expected = np.asarray(rows, np.float32)[span].T @ np.asarray(grad, np.float32)[span]
-    np.testing.assert_array_equal(got, expected)
+  rows, grad = np.asarray(rows, np.float32), np.asarray(grad, np.float32)
+  expected = np.stack([rows[span].T @ grad[span] for span in spans(sizes)])
+  if filled is not None:
+    expected[num_home:][~np.asarray(filled)] = np.nan
+  np.testing.assert_array_equal(jnp.concatenate([home, replica]), expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -107,6 +115,27 @@ def check(sizes, tuning, num_home, depth, cols):
 def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols):
   with interpreted():
     check(sizes, tuning, num_home, depth, cols)
+
+
+# Tiles that neither rows nor columns divide into, or that are larger than the result.
+@pytest.mark.parametrize(
+  ("capacity", "tuning", "depth", "cols"),
+  [
+    (1, TOGETHER, 64, 64),
+    (7, TOGETHER, 64, 320),
+    (63, LARGE_TILES, 320, 192),
+    (255, TOGETHER, 192, 448),
+  ],
+)
+def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols):
+  with interpreted():
+    check(FEW[capacity], tuning, 2, depth, cols, capacity)
+
+
+def test_slots_that_are_not_filled_are_not_written():
+  """One has rows, one is filled and has none, one is empty; a home without rows is zero."""
+  with interpreted():
+    check([0, 77, 0, 0], TOGETHER, 1, 128, 128, filled=[True, True, False])
 
 
 @pytest.mark.parametrize(
@@ -126,10 +155,8 @@ def zeros(*sizes, dtype=jnp.bfloat16):
   [
     ((256, 128), (248, 128), 2, ValueError, "grad_CN: expected shape"),
     ((256, 128), (256, 128), 4, ValueError, "num_home: expected 1 to 3"),
-    ((256, 64), (256, 128), 2, NotImplementedError, "K: expected a multiple of 128"),
-    ((256, 128), (256, 64), 2, NotImplementedError, "N: expected a multiple of 128"),
-    ((260, 128), (260, 128), 2, NotImplementedError, "C: expected a multiple of 8"),
-    ((248, 128), (248, 128), 2, NotImplementedError, "C: expected at least 256"),
+    ((256, 96), (256, 128), 2, NotImplementedError, "K: expected a multiple of 64"),
+    ((256, 128), (256, 32), 2, NotImplementedError, "N: expected a multiple of 64"),
   ],
 )
 def test_wgrad_refuses(rows, grad, num_home, error, match):
@@ -141,5 +168,8 @@ def test_wgrad_refuses_what_it_does_not_do():
   sizes = zeros(3, dtype=jnp.int32)
   with pytest.raises(NotImplementedError, match="grad_CN: expected bfloat16, got float32"):
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128, dtype=jnp.float32), sizes, 2)
+  with pytest.raises(ValueError, match=r"filled_S: expected shape \(1,\), got \(3,\)"):
+    filled = zeros(3, dtype=bool)
+    grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, filled_S=filled)
   with pytest.raises(ValueError, match="tuning: expected 'together', got 'deferred'"):
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, tuning=Tuning("deferred"))

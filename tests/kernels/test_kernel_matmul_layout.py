@@ -43,14 +43,38 @@ def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, 
   [
     (256, 2048, 1, "together", Tile(64, 256, 2)),
     (256, 1408, 1, "deferred", Tile(128, 128, 2)),
-    (128, 1408, 1, "together", Tile(64, 128, 2)),
+    (64, 1408, 1, "together", Tile(64, 256, 2)),
+    (256, 2880, 1, "together", Tile(64, 192, 2)),
+    (256, 192, 1, "together", Tile(64, 192, 2)),
+    (192, 64, 1, "together", Tile(128, 64, 2)),
     (256, 2048, 2, "together", Tile(64, 128, 2)),
+    (256, 64, 2, "together", Tile(128, 64, 2)),
     (256, 2048, 1, "in_turns", Tile(128, 128, 1)),
+    (256, 64, 1, "in_turns", Tile(128, 64, 1)),
     (256, 2048, 2, "in_turns", Tile(128, 64, 1)),
   ],
 )
-def test_tiles_divide_their_problem_and_fit_registers(rows, cols, operands, schedule, tile):
+def test_tiles_leave_little_over_and_fit_registers(rows, cols, operands, schedule, tile):
   got = layout.choose_tile(rows, cols, operands, Tuning(schedule))
   assert got == tile
-  assert rows % got.rows == cols % got.cols == 0
+  assert got.strip <= rows and got.cols <= cols
   assert got.strip * got.cols * operands <= 128 * 128
+
+
+def test_the_tile_of_a_tuning_is_taken_where_it_fits():
+  tuning = Tuning(rows=256, cols=192, stages=3)
+  assert layout.choose_tile(256, 2880, 1, tuning) == Tile(128, 192, 2)
+  assert layout.choose_tile(64, 2880, 1, tuning) == layout.choose_tile(64, 2880, 1, Tuning())
+  assert layout.choose_tile(256, 128, 1, tuning) == layout.choose_tile(256, 128, 1, Tuning())
+  assert layout.choose_tile(256, 2880, 2, tuning) == Tile(64, 128, 2)  # 96 is no multiple of 64
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192, 256, 2880, 4096])
+@pytest.mark.parametrize("cols", range(64, 1024, 64))
+@pytest.mark.parametrize("operands", [1, 2])
+def test_all_multiples_of_64_have_a_tile(rows, cols, operands):
+  """Two weights only for rows in groups of any size."""
+  schedules = ("together", "in_turns") if rows == 256 else ("together",)
+  for schedule in schedules if operands == 1 or rows >= 256 else ():
+    tile = layout.choose_tile(rows, cols, operands, Tuning(schedule))
+    assert tile.strip <= rows and tile.cols <= cols

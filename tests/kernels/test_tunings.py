@@ -104,6 +104,13 @@ GOOD = {"operation": "forward", "widths": [1, 2], "tuning": {"schedule": "deferr
     ({"tuning": {"schedule": "later"}}, "schedule: expected one of"),
     ({"tuning": {"band": 128}}, "band: expected at least 256"),
     ({"tuning": {"stages": 5}}, "stages: expected at most 229376 shared bytes, got 245760"),
+    ({"tuning": {"rows": 64, "cols": 256}}, "rows, cols: expected multiples of 128 and 64"),
+    ({"tuning": {"rows": 256, "cols": 256}}, "their product at most 49152"),
+    ({"tuning": {"rows": 128}}, "cols: expected an int, got NoneType"),
+    (
+      {"tuning": {"rows": 256, "cols": 192}},
+      "stages, buffers: expected at most 229376 shared bytes",
+    ),
     ({"tuning": {"buffers": 4}}, "stages, buffers: expected at most 229376 shared bytes"),
     ({"tuning": {"auto_barriers": 1}}, "auto_barriers: expected a bool"),
     ({"operation": "wgrad"}, "schedule: expected"),

@@ -265,7 +265,7 @@ def test_config_rejects(name):
 
 def test_kernels_asked_for_by_name_say_what_they_cannot_do():
   call = arguments() | {"config": dataclasses.replace(CONFIG, implementation="mosaic_gpu")}
-  message = "D: expected a positive multiple of 128, got 4"
+  message = "D: expected a positive multiple of 16, got 4"
   with jax.set_mesh(mesh()), pytest.raises(NotImplementedError, match=message):
     uep.sharded_moe(**call)
 

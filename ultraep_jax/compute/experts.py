@@ -85,7 +85,8 @@ def grouped_matmul_wgrad(
   Raises:
     NotImplementedError: none of the implementations can.
   """
-  return _wgrad_beside(None, rows_CK, grad_CN, group_size_P, num_home, implementations, tunings)[0]
+  arguments = rows_CK, grad_CN, group_size_P, num_home, None
+  return _wgrad_beside(None, *arguments, implementations, tunings)[0]
 
 
 class Hidden(NamedTuple):
@@ -98,6 +99,7 @@ class Hidden(NamedTuple):
 class Replication(Protocol):
   """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
 
+  def filled_S(self) -> Array: ...
   def copies(self) -> Any: ...
   def copying(self) -> Transfer | None: ...
   def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
@@ -260,6 +262,7 @@ def expert_backward(
     _wgrad_beside,
     group_size_P=group_size_P,
     num_home=home.wo.shape[0],
+    filled_S=replicas.filled_S(),
     implementations=implementations,
     tunings=tunings,
   )
@@ -301,18 +304,20 @@ def _wgrad_beside(
   grad_CN: Array,
   group_size_P: Array,
   num_home: int,
+  filled_S: Array | None,
   implementations: Implementations,
   tunings: Tunings,
 ) -> tuple[tuple[Array, Array], Any]:
-  """Gradients to weights, and the result of a transfer."""
+  """Gradients to weights, anything for slots that are not filled, and the result of a transfer."""
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
   tuning = tunings.find(operation, rows_CK.shape[1], grad_CN.shape[1])
 
   def by_kernel() -> tuple[tuple[Array, Array], Any]:
+    options: Any = {"filled_S": filled_S, "tuning": tuning}
     if transfer is None:
-      return wgrad_kernel.grouped_matmul_wgrad(*arguments, tuning=tuning), None
-    return wgrad_kernel.wgrad_beside(transfer, *arguments, tuning=tuning)
+      return wgrad_kernel.grouped_matmul_wgrad(*arguments, **options), None
+    return wgrad_kernel.wgrad_beside(transfer, *arguments, **options)
 
   candidates = {
     "mosaic_gpu": by_kernel,

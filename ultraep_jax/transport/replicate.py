@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
 from pallas_kernels.transfer import reduce_replicas as reduce_kernel
 from pallas_kernels.transfer import replicate as replicate_kernel
@@ -145,6 +146,10 @@ class Replicas:
   implementations: Implementations
   tunings: Tunings
   known: Any = None
+
+  def filled_S(self) -> Array:
+    """``[S]`` bool, which of this rank's slots hold a copy."""
+    return self.replica_expert_GS[lax.axis_index(self.axis_name)] >= 0
 
   def copies(self) -> Any:
     """The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included."""
