@@ -1,11 +1,8 @@
-"""How many copies each member of an expert sends, as ``ultraep_jax/relay.py`` describes.
+"""How many copies each member of an expert sends, as ``ultraep_jax/planning/relay.py`` describes.
 
 One warpgroup searches for the same flow bit for bit. Each step leaves its result in the vectors,
 with a barrier after it.
 """
-
-import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +54,11 @@ def _count(members: Members) -> Array:
   fill(v.totals, THREADS, 0)
   barrier()
 
-  for item in members.items:
+  def count_item(item: Item) -> None:
     add_at(v.copies, item.expert, 1, item.filled)
     add_at(v.totals, thread * 0 + total, warp_sum(ones(item.filled)), first_lane)
+
+  members.each(count_item)
   barrier()
 
   for g, rank in members.ranks_by_thread():
@@ -82,15 +81,16 @@ def _count(members: Members) -> Array:
     max_at(v.totals, thread * 0 + most, warp_max(base), first_lane)
   barrier()
 
-  for item in members.items:
-    add_at(of_members, item.expert, lookup(v.base, item.rank), item.filled)
+  members.each(lambda item: add_at(of_members, item.expert, lookup(v.base, item.rank), item.filled))
   barrier()
 
-  for item in members.items:
+  def bound_item(item: Item) -> None:
     copies = lookup(v.copies, item.expert)
     sends = copies - 1 + lookup(of_members, item.expert) + lookup(v.base, item.home)
     bound = where(item.filled, ceil_div(jnp.maximum(sends, 0), copies + 1), 0)
     max_at(v.totals, thread * 0 + alone, warp_max(bound), first_lane)
+
+  members.each(bound_item)
   barrier()
 
   of_all = [lookup(v.totals, thread * 0 + i) for i in (total, busy, most, alone)]
@@ -101,10 +101,11 @@ def _count(members: Members) -> Array:
 def _homes_send(members: Members, cap: Array) -> None:
   """Homes take the need of their own experts, the neediest first, as far as the cap allows."""
   v = members.vectors
-  for item in members.items:
+
+  def take(item: Item) -> None:
     need = lookup(v.copies, item.expert) - 1
 
-    def add(m: Array, before: Array, item: Item = item, need: Array = need) -> Array:
+    def add(m: Array, before: Array) -> Array:
       other = jnp.maximum(lookup(v.copies, item.expert - item.own + m) - 1, 0)
       goes_first = (other > need) | ((other == need) & (m < item.own))
       return before + where(goes_first, other, 0)
@@ -114,6 +115,8 @@ def _homes_send(members: Members, cap: Array) -> None:
     put_at(v.home_extra, item.expert, taken, item.filled)
     put_at(v.need, item.expert, need - taken, item.filled)
     put_at(v.extra, item.index, need * 0)
+
+  members.each(take)
   for g, rank in members.ranks_by_thread():
     room = cap - lookup(v.base, rank)
     left = room - jnp.minimum(room, lookup(v.own_need, rank))
@@ -127,8 +130,11 @@ def _holders_send(members: Members) -> None:
   v = members.vectors
 
   def unfinished(turn: Array) -> Array:
-    needs = [item.filled & (lookup(v.need, item.expert) > 0) for item in members.items]
-    return (turn < members.slots) & any_of_all(functools.reduce(operator.or_, needs))
+    def is_needy(item: Item, found: Array) -> Array:
+      return found | ones(item.filled & (lookup(v.need, item.expert) > 0))
+
+    needy = members.fold(is_needy, thread_index() * 0)
+    return (turn < members.slots) & any_of_all(needy > 0)
 
   def offer_round(turn: Array) -> Array:
     _offer(members)

@@ -1,6 +1,6 @@
 """Greedy placement of replicas by one threshold and one rule, a probe in each warp.
 
-The same steps as in ``ultraep_jax/greedy.py``, which explains them, bit for bit.
+The same steps as in ``ultraep_jax/planning/greedy.py``, which explains them, bit for bit.
 """
 
 import functools
@@ -15,9 +15,10 @@ from pallas_kernels.planner.tables import (
   RULES,
   Outcome,
   Parts,
+  Placement,
   Problem,
   Tables,
-  rank_loads,
+  of_ranks,
   ranks_of,
 )
 from pallas_kernels.warp.warps import (
@@ -57,11 +58,9 @@ class Probe(NamedTuple):
 class _State(NamedTuple):
   load: Parts
   empty: Parts
-  keys: list[Parts]  # per slot: the expert's place in heat order
-  tokens: list[Parts]
   turn: Array  # the source's place in heat order
   turns: Array  # sources to come, this one counted
-  key: Array
+  key: Array  # the expert's place in heat order
   need: Array  # load of the source above the threshold
   left: Array  # of the current expert
   first: Array  # 1 until a piece of the current expert has been taken
@@ -80,7 +79,7 @@ def choose_probe(
   cost_ref: Any,
   problem: Problem,
 ) -> Probe:
-  """The threshold and rule of each warp of a block; see ``kernel`` of ``plan_probes.py``."""
+  """The threshold and rule of each warp of a block; see ``kernel`` of ``probes.py``."""
   probe = block * PROBES + divide(thread_index(), LANES)[0]
   index, rule = divide(probe, RULES)
   columns, kind = divide(rule, 3)
@@ -110,40 +109,36 @@ def choose_probe(
   )
 
 
-def run(table: Tables, probe: Probe, problem: Problem) -> Outcome:
+def run(table: Tables, probe: Probe, placement: Placement, problem: Problem) -> Outcome:
   """Makes all steps of each warp's probe."""
-  load, heat = rank_loads(table, problem)
+  load, heat = of_ranks(table.rank_load, 0, problem), of_ranks(table.heat, -1, problem)
   zero = load[0] * 0
   zeros = [zero for _ in load]
-  none = [zeros for _ in range(problem.num_slots)]
   empty = [where(h >= 0, zero + problem.num_slots, 0) for h in heat]
   turn = where(probe.direction > 0, 0, jnp.maximum(probe.sources - 1, 0))
   key = turn * problem.num_home
   need = lookup(table.hot_load, turn) - probe.threshold
   left, one = lookup(table.key_load, key), zero + 1
-  state = _State(
-    load, empty, none, none, turn, probe.sources, key, need, left, one, zero, zeros, zero, one
-  )
-  step = functools.partial(_step, table, probe, heat, problem)
+  state = _State(load, empty, turn, probe.sources, key, need, left, one, zero, zeros, zero, one)
+  step = functools.partial(_step, table, probe, heat, placement, problem)
   state = lax.while_loop(lambda state: any_of_warp(state.alive), step, state)
-  experts = [
-    [
-      where(tokens > 0, lookup(table.key_expert, key), -1)
-      for key, tokens in zip(keys, all_tokens, strict=True)
-    ]
-    for keys, all_tokens in zip(state.keys, state.tokens, strict=True)
-  ]
   filled = [where(h >= 0, problem.num_slots - e, 0) for h, e in zip(heat, state.empty, strict=True)]
   return Outcome(
     busiest=over(warp_max, state.load),
     replicas=state.replicas,
     copies=over(warp_max, filled + state.sends),
-    experts=experts,
-    tokens=state.tokens,
+    filled=filled,
   )
 
 
-def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _State) -> _State:
+def _step(
+  table: Tables,
+  probe: Probe,
+  heat: Parts,
+  placement: Placement,
+  problem: Problem,
+  state: _State,
+) -> _State:
   """Moves one piece, or goes on to the next expert or source if it cannot.
 
   The piece is ``left`` or ``min(max(need, floor), left)``. A need spread evenly over the empty
@@ -159,6 +154,7 @@ def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _St
   next_turn = clip(state.turn + probe.direction, problem.domain_size - 1)
   next_need = lookup(table.hot_load, next_turn) - threshold
   first_left = lookup(table.key_load, next_turn * home)
+  expert = lookup(table.key_expert, state.key)
 
   slack = [
     where(empty > 0, jnp.maximum(threshold - load, 0), 0)
@@ -203,21 +199,14 @@ def _step(table: Tables, probe: Probe, heat: Parts, problem: Problem, state: _St
     by_source = [ones(take & (s > 0)) for take, s in zip(takes, state.sends, strict=True)]
     sends = [s + where(has_end > 0, by, 0) for s, by in zip(sends, by_source, strict=True)]
     has_end = where(expert_done, 0, jnp.maximum(has_end, over(warp_max, by_source)))
-  keys = [list(parts) for parts in state.keys]
-  all_tokens = [list(parts) for parts in state.tokens]
-  for part, take in enumerate(takes):
-    for slot in range(problem.num_slots):
-      fills = take & (state.empty[part] == problem.num_slots - slot)
-      keys[slot][part] = where(fills, state.key, keys[slot][part])
-      all_tokens[slot][part] = where(fills, tokens, all_tokens[slot][part])
+  for rank, empty, take in zip(ranks, state.empty, takes, strict=True):
+    placement.put((rank + 1) * problem.num_slots - empty, expert, tokens, take)
   return _State(
     load=[
       load + where(take, tokens, 0) - where(place == state.turn, tokens, 0)
       for load, take, place in zip(state.load, takes, heat, strict=True)
     ],
     empty=[empty - ones(take) for empty, take in zip(state.empty, takes, strict=True)],
-    keys=keys,
-    tokens=all_tokens,
     turn=where(source_done, next_turn, state.turn),
     turns=state.turns - ones(source_done),
     key=where(source_done, next_turn * home, state.key + ones(expert_done)),

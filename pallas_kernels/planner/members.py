@@ -76,29 +76,51 @@ class Members:
   """Who can send what: homes their own experts, holders those in their slots."""
 
   vectors: Vectors
-  items: list[Item]
   ranks: int  # G
   experts: int  # E
   home: int  # M
   slots: int  # S
+  only: Item | None = None  # of 128 slots and fewer
 
   @staticmethod
   def read(vectors: Vectors, problem: Problem) -> "Members":
     """The members that ``vectors.expert`` tells."""
-    size, items = problem.num_ranks * problem.num_slots, []
-    for _, index in chunks(size):
-      held = lookup(vectors.expert, index)
-      expert = jnp.maximum(held, 0)
-      rank, slot = divide(jnp.minimum(index, size - 1), problem.num_slots)
-      items.append(Item(index, held >= 0, expert, rank, slot, *divide(expert, problem.num_home)))
-    return Members(
+    members = Members(
       vectors=vectors,
-      items=items,
       ranks=problem.num_ranks,
       experts=problem.num_experts,
       home=problem.num_home,
       slots=problem.num_slots,
     )
+    if members.pieces > 1:
+      return members
+    return dataclasses.replace(members, only=members.item(thread_index()))
+
+  @property
+  def pieces(self) -> int:
+    """Of 128 slots."""
+    return padded(self.ranks * self.slots) // THREADS
+
+  def item(self, index: Array) -> Item:
+    held = lookup(self.vectors.expert, index)
+    expert = jnp.maximum(held, 0)
+    rank, slot = divide(jnp.minimum(index, self.ranks * self.slots - 1), self.slots)
+    return Item(index, held >= 0, expert, rank, slot, *divide(expert, self.home))
+
+  def fold[T](self, body: Callable[[Item, T], T], init: T) -> T:
+    """Goes over all slots: ``body(item, result so far)`` for each piece."""
+    if self.only is not None:
+      return body(self.only, init)
+    first = thread_index()
+
+    def step(piece: Array, carry: T) -> T:
+      return body(self.item(first + piece * THREADS), carry)
+
+    return unrolled(self.pieces, step, init, most=4)
+
+  def each(self, body: Callable[[Item], None]) -> None:
+    """Calls ``body`` for each piece of all slots."""
+    self.fold(lambda item, _: body(item), None)
 
   def ranks_by_thread(self) -> list[tuple[Array, Array]]:
     """Each thread's number, and its rank; where there is no such rank, the last one."""
@@ -128,11 +150,12 @@ def over_pairs(
     result_ref: initial values; needs a barrier before and after.
   """
   warp, lane = divide(thread_index(), LANES)
-  for start in range(0, size, THREADS):
-    places = [lane + first for first in range(start, min(start + THREADS, size), LANES)]
+
+  def fold_piece(first: Array | int, count: int) -> None:
+    places = [lane + first + i * LANES for i in range(count)]
     mine = [(lookup(group_ref, place), lookup(own_ref, place)) for place in places]
 
-    def step(turn: Array, results: list[Array], mine: Any = mine) -> list[Array]:
+    def step(turn: Array, results: list[Array]) -> list[Array]:
       other = turn * _WARPS + warp
       group, *brought = [lookup(ref, other) for ref in (group_ref, *other_refs)]
       return [
@@ -144,6 +167,12 @@ def over_pairs(
     results = unrolled(-(-size // _WARPS), step, initial, most=8)
     for place, result in zip(places, results, strict=True):
       update_at(result_ref, place, result, result > 0)
+
+  if size <= THREADS:
+    fold_piece(0, -(-size // LANES))
+  else:
+    pieces = padded(size) // THREADS
+    unrolled(pieces, lambda piece, _: fold_piece(piece * THREADS, _WARPS), None, most=1)
 
 
 def sum_greater(size: int, group_ref: Any, vectors: Vectors) -> None:

@@ -1,17 +1,14 @@
 """Copies that are left without a sender find one along shortest augmenting paths.
 
-The last step of the search that ``ultraep_jax/relay.py`` describes, bit for bit. Distances and
-what leads on are found together, so that a path is then only followed.
+The last step of the search that ``ultraep_jax/planning/relay.py`` describes, bit for bit.
+Distances and what leads on are found together, so that a path is then only followed.
 """
-
-import functools
-import operator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.planner.members import Members
+from pallas_kernels.planner.members import Item, Members
 from pallas_kernels.warp.scatter import add_at, any_of_all, barrier, min_at, put_at
 from pallas_kernels.warp.warps import (
   INT32_MAX,
@@ -56,11 +53,14 @@ def place_leftovers(members: Members) -> Array:
 
 def _neediest(members: Members) -> Array:
   """The greatest need and the first expert that has it, as ``need * E + E - 1 - expert``."""
-  v, keys = members.vectors, []
-  for item in members.items:
+  v = members.vectors
+
+  def key(item: Item, most: Array) -> Array:
     order = members.experts - 1 - item.expert
-    keys.append(where(item.filled, lookup(v.need, item.expert) * members.experts + order, 0))
-  return over_all(warp_max, keys, v.scratch)
+    key = lookup(v.need, item.expert) * members.experts + order
+    return where(item.filled, jnp.maximum(key, most), most)
+
+  return over_all(warp_max, [members.fold(key, thread_index() * 0)], v.scratch)
 
 
 def _measure(members: Members, target: Array) -> None:
@@ -75,32 +75,36 @@ def _measure(members: Members, target: Array) -> None:
   for g, rank in members.ranks_by_thread():
     free = lookup(v.spare, rank) > 0
     put_at(v.from_rank, g, where(free, 0, _FAR), g < members.ranks)
-  for item in members.items:
-    put_at(v.from_expert, item.expert, item.expert * 0 + _FAR, item.filled)
+  members.each(lambda item: put_at(v.from_expert, item.expert, item.expert * 0 + _FAR, item.filled))
   barrier()
 
   def widen(state: tuple[Array, Array]) -> tuple[Array, Array]:
     distance, _ = state
-    before = []
-    for item in members.items:
-      links = [lookup(v.from_rank, rank) for rank in (item.home, item.rank)]
-      for rank, link in zip((item.home, item.rank), links, strict=True):
-        near = item.filled & (link < _FAR)
+
+    def reach_expert(item: Item) -> None:
+      for rank in (item.home, item.rank):
+        near = item.filled & (lookup(v.from_rank, rank) < _FAR)
         min_at(v.from_expert, item.expert, rank + distance * members.ranks, near)
-      before.append(links)
+
+    members.each(reach_expert)
+    for g, rank in members.ranks_by_thread():
+      put_at(v.offered, g, lookup(v.from_rank, rank))  # while others find more
     barrier()
-    missing, found_more = lookup(v.from_expert, target) == _FAR, []
-    for item, (home_link, rank_link) in zip(members.items, before, strict=True):
+
+    def reach_rank(item: Item, found_more: Array) -> Array:
       near = item.filled & (lookup(v.from_expert, item.expert) < _FAR)
-      for rank, place, extra, old in (
-        (item.home, item.own, lookup(v.home_extra, item.expert), home_link),
-        (item.rank, members.home + item.slot, lookup(v.extra, item.index), rank_link),
+      for rank, place, extra in (
+        (item.home, item.own, lookup(v.home_extra, item.expert)),
+        (item.rank, members.home + item.slot, lookup(v.extra, item.index)),
       ):
-        link = (distance + 1) * places + place
-        better = near & (extra > 0) & (link < old)
-        min_at(v.from_rank, rank, link, better)
-        found_more.append(better)
-    return distance + 2, any_of_all(functools.reduce(operator.or_, found_more) & missing)
+        further = near & (extra > 0) & (lookup(v.offered, rank) == _FAR)
+        min_at(v.from_rank, rank, (distance + 1) * places + place, further)
+        found_more |= ones(further)
+      return found_more
+
+    missing = lookup(v.from_expert, target) == _FAR
+    found_more = members.fold(reach_rank, thread_index() * 0) > 0
+    return distance + 2, any_of_all(found_more & missing)
 
   start = (jnp.int32(1), jnp.bool_(True))
   lax.while_loop(lambda state: state[1], widen, start)
@@ -119,11 +123,14 @@ def _push(members: Members, target: Array, reached: Array) -> None:
     first_slot = rank * members.slots
     given_slot = where(ends | gives_own, -1, first_slot + place - members.home)
     given_own = rank * members.home + jnp.minimum(place, members.home - 1)
-    for item in members.items:
+
+    def move(item: Item) -> None:
       more = item.filled & (item.expert == expert) & (item.rank == rank)
       less = item.index == given_slot
       extra = lookup(v.extra, item.index) + ones(more) - ones(less)
       put_at(v.extra, item.index, extra, more | less)
+
+    members.each(move)
     add_at(v.home_extra, expert, 1, one_thread & (rank == home))
     add_at(v.home_extra, given_own, -1, one_thread & gives_own & ~ends)
     add_at(v.spare, rank, -1, one_thread & ends)

@@ -15,18 +15,25 @@ from jax.experimental import pallas as pl
 from pallas_kernels.planner import exact as plan_exact
 from pallas_kernels.planner import greedy
 from pallas_kernels.planner import tables as plan_tables
-from pallas_kernels.planner.tables import PROBES, Outcome, Problem, Tables, rank_loads
+from pallas_kernels.planner.tables import (
+  PROBES,
+  Outcome,
+  Parts,
+  Placement,
+  Problem,
+  Tables,
+  of_ranks,
+)
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
   THREADS,
-  chunks,
   divide,
+  each_piece,
   lookup,
   ones,
   over,
-  padded,
   store,
   thread_index,
   warp_sum,
@@ -56,23 +63,31 @@ def kernel(
     load_ref: ``[G * E]`` int32.
     steps_ref: the steps, int32.
     cost_ref: ``[2]`` int32, rows: of a copy, of a round's capacity.
-    total_ref: ``[N * padded(R * M)]``, the loads of experts.
-    report_ref: ``[N * blocks * 128]``; of each block's 128 the first six are used.
-    slots_ref: ``[N * blocks * fields * 128]``, per slot and part the experts, then the tokens.
+    total_ref: ``[E]``, the loads of experts.
+    report_ref: ``[N * blocks * report]``; of each block the first six tell its best candidate, and
+      from the 128th on come the slots that its warps have filled, by rank.
+    slots_ref: ``[N * blocks * 4 * placement]``, of each candidate an expert and its tokens for
+      each slot; slots that are not filled hold anything.
     tables: ``Tables``.
     problem: the rest.
   """
   table = Tables(*tables)
   block, domain = lax.axis_index(BLOCK_AXIS), lax.axis_index(DOMAIN_AXIS)
-  plan_tables.sum_sources(load_ref, table, domain, problem)
+  plan_tables.sum_loads(load_ref, table, domain, problem)
 
   @when(block == 0)
   def _() -> None:
-    for start, _ in chunks(problem.domain_experts):
-      first = domain * padded(problem.domain_experts) + start
-      total_ref[pl.ds(first, THREADS)] = table.load[pl.ds(start, THREADS)]
+    def write(i: Array) -> None:
+      load = lookup(table.load, i)
+      store(total_ref, domain * problem.domain_experts + i, load, ones(i < problem.domain_experts))
 
-  plan_tables.sort(table, domain, problem)
+    each_piece(problem.domain_experts, write)
+
+  index = domain * problem.blocks + block
+  warp = divide(thread_index(), LANES)[0]
+
+  def placement(candidate: Array) -> Placement:
+    return Placement(slots_ref, (index * PROBES + candidate) * problem.placement)
 
   def report(outcome: Outcome, goal: Array) -> None:
     value = jnp.maximum(outcome.busiest, goal)
@@ -81,24 +96,29 @@ def kernel(
       copy_rows, capacity = (lookup(cost_ref, value * 0 + i) for i in range(2))
       above = ones(outcome.busiest > capacity)
       value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
-    index = domain * problem.blocks + block
-    _report((above, value), outcome, table.best, report_ref, slots_ref, index, problem)
+    _report((above, value), outcome, table.best, report_ref, index, problem)
 
-  @when(block < problem.probe_blocks)
-  def _() -> None:
-    load, _ = rank_loads(table, problem)
+  def total_and_goal() -> tuple[Parts, Array, Array]:
+    load = of_ranks(table.rank_load, 0, problem)
     total = over(warp_sum, load)
-    goal = _goal(total, problem)
-    probe = greedy.choose_probe(load, total, goal, block, steps_ref, cost_ref, problem)
-    report(greedy.run(table, probe, problem), goal)
+    return load, total, _goal(total, problem)
+
+  if problem.probe_blocks:
+
+    @when(block < problem.probe_blocks)
+    def _() -> None:
+      plan_tables.sort(table, domain, problem)
+      load, total, goal = total_and_goal()
+      probe = greedy.choose_probe(load, total, goal, block, steps_ref, cost_ref, problem)
+      report(greedy.run(table, probe, placement(warp), problem), goal)
 
   if problem.constructs:
 
     @when(block == problem.probe_blocks)
     def _() -> None:
-      load, _ = rank_loads(table, problem)
-      total = over(warp_sum, load)
-      report(plan_exact.construct(table, total, domain, problem), _goal(total, problem))
+      _, total, goal = total_and_goal()
+      first = placement(warp * 0)  # the block's warps make one placement, and report the same
+      report(plan_exact.construct(table, total, domain, first, problem), goal)
 
 
 def _goal(total: Array, problem: Problem) -> Array:
@@ -139,11 +159,10 @@ def _report(
   outcome: Outcome,
   best_ref: Any,
   report_ref: Any,
-  slots_ref: Any,
   index: Array,
   problem: Problem,
 ) -> None:
-  """Writes the first best of the block's warps, and the placements of all."""
+  """Writes the first best of the block's warps, and what all have filled."""
   thread = thread_index()
   own = (*values, outcome.replicas, outcome.copies, outcome.busiest)
   for place, key in enumerate(own):
@@ -160,11 +179,6 @@ def _report(
   line = thread * 0
   for place, key in enumerate(best):
     line = where(thread == place, key, line)
-  always = thread * 0 + 1
-  store(report_ref, index * THREADS + thread, line, always)
-  first = index * (problem.fields * THREADS) + thread
-  for slot in range(problem.num_slots):
-    for part in range(problem.parts):
-      field = 2 * (slot * problem.parts + part)
-      for offset, values in enumerate((outcome.experts, outcome.tokens)):
-        store(slots_ref, first + (field + offset) * THREADS, values[slot][part], always)
+  for place, numbers in enumerate([line, *outcome.filled]):
+    first = index * problem.report + place * THREADS
+    store(report_ref, first + thread, numbers, thread * 0 + 1)

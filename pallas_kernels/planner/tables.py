@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
+from pallas_kernels.warp.scatter import barrier, put_at
 from pallas_kernels.warp.warps import (
   LANES,
   THREADS,
-  chunks,
   divide,
+  each_piece,
   lookup,
   ones,
   padded,
+  store,
   thread_index,
   unrolled,
   where,
@@ -44,6 +45,7 @@ class Problem:
   by_time: bool
   target: float | None
   steps: tuple[int, ...]  # of thresholds between mean and busiest, in units of 2^-15
+  searches: bool = True  # else there is only the construction
 
   @property
   def num_domains(self) -> int:
@@ -69,6 +71,8 @@ class Problem:
 
   @property
   def num_thresholds(self) -> int:
+    if not self.searches:
+      return 0
     if self.constructs and not self.by_time and self.target is None:
       return 1  # the mean: nothing above it can win
     return len(self.steps) + 1 + (self.target is not None) + self.by_time
@@ -82,9 +86,14 @@ class Problem:
     return self.probe_blocks + self.constructs
 
   @property
-  def fields(self) -> int:
-    """Parts of a candidate's placement: the expert and the tokens of each slot."""
-    return 2 * self.num_slots * self.parts
+  def placement(self) -> int:
+    """Numbers of a candidate's placement: the expert and the tokens of each slot."""
+    return 2 * self.num_slots * self.domain_size
+
+  @property
+  def report(self) -> int:
+    """Numbers of a block's report: what it ends with, and filled slots of its warps' ranks."""
+    return (1 + self.parts) * THREADS
 
 
 class Tables(NamedTuple):
@@ -96,9 +105,7 @@ class Tables(NamedTuple):
   load: Any  # [R * M], of experts
   rank_load: Any  # [R]
   heat: Any  # [R], the place of a rank
-  hot_rank: Any  # [R], the rank in a place
-  hot_load: Any
-  place: Any  # [R * M], of an expert among those of its rank
+  hot_load: Any  # [R], in heat order
   key_load: Any  # [R * M], in heat order
   key_expert: Any  # [R * M], which expert of all
   best: Any  # [5 * 128], what the warps tell each other
@@ -106,80 +113,95 @@ class Tables(NamedTuple):
   @staticmethod
   def sizes(problem: Problem) -> "Tables":
     ranks, experts = padded(problem.domain_size), padded(problem.domain_experts)
-    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, experts, 5 * THREADS)
+    return Tables(experts, ranks, ranks, ranks, experts, experts, 5 * THREADS)
+
+
+class Placement(NamedTuple):
+  """Where a candidate's copies are written: an expert and its tokens for each slot of a rank."""
+
+  slots_ref: Any
+  first: Array  # of the candidate
+
+  def put(self, slot: Array, expert: Array, tokens: Array, mask: Array) -> None:
+    """Fills slots, counted over the ranks of the domain, for threads whose mask is set."""
+    index, mask = self.first + 2 * slot, ones(mask)
+    store(self.slots_ref, index, expert, mask)
+    store(self.slots_ref, index + 1, tokens, mask)
 
 
 class Outcome(NamedTuple):
-  """What a placement is judged by, each the same in all lanes of a warp, and the placement."""
+  """What a placement is judged by, each the same in all lanes of a warp."""
 
   busiest: Array
   replicas: Array
   copies: Array  # the most that a rank sends or receives
-  experts: list[Parts]  # per slot, -1 if empty
-  tokens: list[Parts]
+  filled: Parts  # slots of each rank
 
 
-def sum_sources(load_ref: Any, table: Tables, domain: Array, problem: Problem) -> None:
-  """Loads of the domain's experts, from all ranks."""
-  experts = [
-    jnp.minimum(i, problem.domain_experts - 1) + domain * problem.domain_experts
-    for _, i in chunks(problem.domain_experts)
-  ]
+def sum_loads(load_ref: Any, table: Tables, domain: Array, problem: Problem) -> None:
+  """Loads of the domain's experts, from all ranks, and of its ranks."""
+  pieces = padded(problem.domain_experts) // THREADS
+  together = max(n for n in range(1, 9) if pieces % n == 0)
 
-  def add(source: Array, totals: Parts) -> Parts:
-    first = source * problem.num_experts
-    return [t + lookup(load_ref, first + e) for t, e in zip(totals, experts, strict=True)]
+  def sum_sources(group: Array, _: None) -> None:
+    places = [thread_index() + (group * together + i) * THREADS for i in range(together)]
+    experts = [
+      jnp.minimum(i, problem.domain_experts - 1) + domain * problem.domain_experts for i in places
+    ]
 
-  # As many loads under way as registers allow: they come from the cache of the whole GPU.
-  most = max(1, 128 // len(experts))
-  totals = unrolled(problem.num_ranks, add, [e * 0 for e in experts], min(most, 64))
-  for (start, _), total in zip(chunks(problem.domain_experts), totals, strict=True):
-    table.load[pl.ds(start, THREADS)] = total
+    def add(source: Array, totals: Parts) -> Parts:
+      first = source * problem.num_experts
+      return [t + lookup(load_ref, first + e) for t, e in zip(totals, experts, strict=True)]
+
+    # As many loads under way as registers allow: they come from the cache of the whole GPU.
+    totals = unrolled(problem.num_ranks, add, [e * 0 for e in experts], min(128 // together, 64))
+    for i, total in zip(places, totals, strict=True):
+      put_at(table.load, i, total)
+
+  unrolled(pieces // together, sum_sources, None, most=1)
+  barrier()
+
+  def sum_experts(rank: Array) -> None:
+    first = jnp.minimum(rank, problem.domain_size - 1) * problem.num_home
+    load = unrolled(problem.num_home, lambda m, x: x + lookup(table.load, first + m), rank * 0)
+    put_at(table.rank_load, rank, load)
+
+  each_piece(problem.domain_size, sum_experts)
+  barrier()
 
 
 def sort(table: Tables, domain: Array, problem: Problem) -> None:
-  """Fills the tables. Orders come from counting what goes before; ties go by index."""
+  """Fills the tables in heat order. A place is the number of those before; ties go by index."""
   ranks, experts, home = problem.domain_size, problem.domain_experts, problem.num_home
-  for start, i in chunks(ranks):
-    first = jnp.minimum(i, ranks - 1) * home
-    load = unrolled(home, lambda m, x, first=first: x + lookup(table.load, first + m), i * 0)
-    table.rank_load[pl.ds(start, THREADS)] = load
-  for start, i in chunks(ranks):
-    load = table.rank_load[pl.ds(start, THREADS)]
 
-    def count(j: Array, before: Array, load: Array = load, i: Array = i) -> Array:
-      other = table.rank_load[j]
-      return before + ones((other > load) | ((other == load) & (j < i)))
+  def place_rank(rank: Array) -> None:
+    load = lookup(table.rank_load, rank)
 
-    table.heat[pl.ds(start, THREADS)] = unrolled(ranks, count, i * 0)
-  for start, i in chunks(ranks):
+    def count(j: Array, before: Array) -> Array:
+      # Before the rank are those of as much load and more; behind it, those of more.
+      return before + ones(lookup(table.rank_load, rank * 0 + j) > load - ones(j < rank))
 
-    def find(j: Array, found: Array, i: Array = i) -> Array:
-      return where(table.heat[j] == i, j, found)
+    place = unrolled(ranks, count, rank * 0)
+    put_at(table.heat, rank, place, rank < ranks)
+    put_at(table.hot_load, place, load, rank < ranks)
 
-    rank = unrolled(ranks, find, i * 0)
-    table.hot_rank[pl.ds(start, THREADS)] = rank
-    table.hot_load[pl.ds(start, THREADS)] = lookup(table.rank_load, rank)
-  for start, i in chunks(experts):
-    i = jnp.minimum(i, experts - 1)
-    load, own = lookup(table.load, i), divide(i, home)[1]
+  each_piece(ranks, place_rank)
+  barrier()
 
-    def count_own(m: Array, before: Array, load=load, own=own, first=i - own) -> Array:
-      other = lookup(table.load, first + m)
-      return before + ones((other > load) | ((other == load) & (m < own)))
+  def place_expert(i: Array) -> None:
+    inside, i = i < experts, jnp.minimum(i, experts - 1)
+    load, (rank, own) = lookup(table.load, i), divide(i, home)
+    first = i - own
 
-    table.place[pl.ds(start, THREADS)] = unrolled(home, count_own, i * 0)
-  for start, i in chunks(experts):
-    i = jnp.minimum(i, experts - 1)
-    turn, place = divide(i, home)
-    first = lookup(table.hot_rank, turn) * home
+    def count(m: Array, before: Array) -> Array:
+      return before + ones(lookup(table.load, first + m) > load - ones(m < own))
 
-    def find_own(m: Array, found: Array, first=first, place=place) -> Array:
-      return where(lookup(table.place, first + m) == place, first + m, found)
+    place = lookup(table.heat, rank) * home + unrolled(home, count, i * 0)
+    put_at(table.key_load, place, load, inside)
+    put_at(table.key_expert, place, i + domain * experts, inside)
 
-    expert = unrolled(home, find_own, i * 0)
-    table.key_load[pl.ds(start, THREADS)] = lookup(table.load, expert)
-    table.key_expert[pl.ds(start, THREADS)] = expert + domain * experts
+  each_piece(experts, place_expert)
+  barrier()
 
 
 def ranks_of(problem: Problem) -> Parts:
@@ -187,11 +209,10 @@ def ranks_of(problem: Problem) -> Parts:
   return [lane + LANES * part for part in range(problem.parts)]
 
 
-def rank_loads(table: Tables, problem: Problem) -> tuple[Parts, Parts]:
-  """Loads of the ranks and their places in heat order; 0 and none beyond the domain."""
-  load, heat = [], []
-  for rank in ranks_of(problem):
-    inside, index = rank < problem.domain_size, jnp.minimum(rank, problem.domain_size - 1)
-    load.append(where(inside, lookup(table.rank_load, index), 0))
-    heat.append(where(inside, lookup(table.heat, index), -1))
-  return load, heat
+def of_ranks(table_ref: Any, missing: int, problem: Problem) -> Parts:
+  """Each rank's element of a vector in domain order; ``missing`` beyond the domain."""
+  last = problem.domain_size - 1
+  return [
+    where(rank <= last, lookup(table_ref, jnp.minimum(rank, last)), missing)
+    for rank in ranks_of(problem)
+  ]

@@ -1,14 +1,14 @@
-"""Transfer trees: which rank sends each replica its copy, as ``ultraep_jax/relay.py`` describes.
+"""Transfer trees: which rank sends each replica its copy.
 
-One warpgroup builds the same trees bit for bit, from the number of copies that each member of an
-expert sends (``plan_flow.py``).
+They are those that ``ultraep_jax/planning/relay.py`` describes, bit for bit. One warpgroup builds
+them from the number of copies that each member of an expert sends (``flow.py``).
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.planner.flow import least_egress
-from pallas_kernels.planner.members import Members, Vectors, over_pairs, sum_greater
+from pallas_kernels.planner.members import Item, Members, Vectors, over_pairs, sum_greater
 from pallas_kernels.planner.tables import Problem
 from pallas_kernels.warp.scatter import barrier, max_at, put_at
 from pallas_kernels.warp.warps import divide, lookup, where
@@ -22,8 +22,9 @@ _NO_PLACE = (1 << 15) - 1
 
 def direct(vectors: Vectors, problem: Problem) -> None:
   """Homes send every copy: from ``expert`` to ``parent``."""
-  for item in Members.read(vectors, problem).items:
-    put_at(vectors.parent, item.index, where(item.filled, item.home, -1))
+  Members.read(vectors, problem).each(
+    lambda item: put_at(vectors.parent, item.index, where(item.filled, item.home, -1))
+  )
   barrier()
 
 
@@ -40,26 +41,28 @@ def _arrange(members: Members) -> None:
   The first are children of the home, the next of the first slot, and so on.
   """
   v, size = members.vectors, members.ranks * members.slots
-  for item in members.items:
+
+  def order(item: Item) -> None:
     children = lookup(v.extra, item.index)
     put_at(v.key, item.index, children * size - item.index)
     put_at(v.value, item.index, children + _UNIT)
     put_at(v.result, item.index, item.index * 0)
+
+  members.each(order)
   barrier()
   sum_greater(size, v.expert, v)
   barrier()
 
   # The slot that feeds a slot is the last in order whose first child is not after it.
-  of_home = []
-  for item in members.items:
+  def number(item: Item) -> None:
     place, children_before = divide(lookup(v.result, item.index), _UNIT)
-    children_of_home = lookup(v.home_extra, item.expert) + 1
-    of_home.append(place < children_of_home)
-    first_child = children_of_home + children_before
+    first_child = lookup(v.home_extra, item.expert) + 1 + children_before
     first_child = where(lookup(v.extra, item.index) > 0, first_child, _NO_PLACE)
     put_at(v.key, item.index, first_child * _UNIT)
     put_at(v.value, item.index, place * _UNIT + item.rank)
     put_at(v.result, item.index, item.index * 0)
+
+  members.each(number)
   barrier()
 
   def last(feeder: Array, same: Array, own: Array, first_child: Array, value: Array) -> Array:
@@ -67,8 +70,12 @@ def _arrange(members: Members) -> None:
 
   over_pairs(size, v.expert, v.value, (v.key, v.value), last, max_at, v.result)
   barrier()
-  for item, from_home in zip(members.items, of_home, strict=True):
+
+  def lead(item: Item) -> None:
+    place = divide(lookup(v.value, item.index), _UNIT)[0]
     feeder = divide(lookup(v.result, item.index), _UNIT)[1]
-    parent = where(from_home, item.home, feeder)
+    parent = where(place <= lookup(v.home_extra, item.expert), item.home, feeder)
     put_at(v.parent, item.index, where(item.filled, parent, -1))
+
+  members.each(lead)
   barrier()

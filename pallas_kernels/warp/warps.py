@@ -181,6 +181,15 @@ def unrolled(size: int, body: Callable[[Array, Any], Any], init: Any, most: int 
   return lax.fori_loop(0, size, body, init, unroll=unroll)
 
 
+def each_piece(size: int, body: Callable[[Array], None]) -> None:
+  """Calls ``body`` with each thread's index in every piece of 128 of a vector, in a loop."""
+  thread, pieces = thread_index(), padded(size) // THREADS
+  if pieces == 1:
+    body(thread)
+  else:
+    unrolled(pieces, lambda piece, _: body(thread + piece * THREADS), None, most=4)
+
+
 def ones(mask: Array) -> Array:
   """int32, 1 where ``mask``."""
   if jnp.ndim(mask) == 0:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
+from thread_races import watched
 
 from pallas_kernels.planner.quota import plan_quota
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan as portable
+from ultraep_jax.planning import search
 from ultraep_jax.types import PlanCost
 
 STEPS = (32768, 9000, 500)  # few thresholds: interpretation is slow
@@ -28,6 +30,8 @@ CONFIGS = {
   "exact": (4, 12, 4, {}),
   "exact by time": (4, 8, 2, {"objective": "time", "transfer": "direct"}),
   "exact by time, relayed": (5, 10, 2, {"objective": "time"}),
+  "many slots": (2, 80, 70, {"min_tokens_per_replica": 2, "target": 1.3}),
+  "many slots by time": (3, 60, 45, {"objective": "time"}),
 }
 
 
@@ -53,6 +57,7 @@ def assert_equal_plans(load_GE, fixed, cost):
   want = portable._plan(load_GE, fixed, cost)
   for name, left, right in zip(want._fields, got, want, strict=True):
     np.testing.assert_array_equal(left, right, err_msg=name)
+  return want
 
 
 def skewed(experts, seed):
@@ -98,6 +103,51 @@ def test_equals_the_portable_planner_once(options):
   assert_equal_plans(load_matrix(skewed(8, 1), 4), fixed, cost)
 
 
+def test_ties_go_to_the_first():
+  """Equal ranks, equal experts, and equal candidates."""
+  fixed, cost = setup(5, 15, 1, {"objective": "time"}, steps=STEPS[:1])
+  for load_E in (
+    [40, 40, 40, 0, 0, 0, 40, 40, 40, 0, 0, 0, 0, 0, 0],
+    [0, 7, 7, 0, 0, 0, 7, 0, 7, 7, 7, 0, 1, 0, 0],
+  ):
+    plan = assert_equal_plans(load_matrix(load_E, 5), fixed, cost._replace(copy_rows=0))
+    assert (plan.replica_expert >= 0).any()
+
+
+def test_fits_a_round_exactly():
+  """One copy makes the busiest rank the capacity, and only a threshold of just that finds it."""
+  fixed, cost = setup(3, 6, 2, {"objective": "time", "transfer": "direct"}, steps=STEPS[:1])
+  load_GE = load_matrix([100, 0, 40, 0, 40, 0], 3)
+  for capacity, ends in ((70, 70), (69, 69)):
+    cost = PlanCost(jnp.int32(1000), jnp.int32(capacity))
+    plan = assert_equal_plans(load_GE, fixed, cost)
+    assert plan.quota.sum(0).max() == ends
+
+
+# Ranks, experts and slots: as many ranks as lanes and more, and experts as threads and more.
+CONSTRUCTED = [(2, 260, 65), (5, 15, 3), (40, 80, 2)]
+
+
+@pytest.mark.parametrize("ranks, experts, slots", CONSTRUCTED)
+def test_constructs_as_the_portable_planner(ranks, experts, slots):
+  fixed, _ = setup(ranks, experts, slots, {})
+  rng = np.random.default_rng(0)
+  ties_E = rng.integers(0, 4, experts) * (rng.permutation(ranks) < 2).repeat(experts // ranks)
+  for load_E in (skewed(experts, 3), ties_E):
+    assert_equal_plans(load_matrix(load_E, ranks), fixed._replace(searches=False), None)
+
+
+@pytest.mark.parametrize("searches", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_threads_wait_for_each_other(searches):
+  fixed, cost = setup(5, 15, 3, {"objective": "time"}, steps=STEPS[:1])
+  fixed = fixed._replace(searches=searches)
+  with interpreted(), watched():
+    # A function of its own, so that it is traced here.
+    plan = jax.jit(lambda load_GE: portable._plan_on_gpu.__wrapped__(load_GE, fixed, cost))
+    for seed in range(2):
+      jax.block_until_ready(plan(load_matrix(skewed(15, seed), 5)))
+
+
 @pytest.mark.slow
 def test_equals_the_portable_planner_near_the_limits_of_int32():
   fixed, cost = setup(4, 16, 2, {"objective": "time", "target": 1.01})
@@ -112,7 +162,7 @@ def test_equals_the_portable_planner_near_the_limits_of_int32():
   "ranks, experts, slots, options",
   [
     (4, 64, 2, {"objective": "time", "target": 1.01}),
-    (4, 64, 16, {}),
+    (2, 512, 256, {"objective": "time"}),
     (64, 256, 2, {}),
     (64, 256, 4, {"objective": "time"}),
     (64, 512, 2, {"domain_size": 8}),
@@ -120,11 +170,21 @@ def test_equals_the_portable_planner_near_the_limits_of_int32():
   ],
 )
 def test_lowers_for_gpus(ranks, experts, slots, options):
-  fixed, cost = setup(ranks, experts, slots, options, portable._STEPS)
+  fixed, cost = setup(ranks, experts, slots, options, search.STEPS)
   load_GE = jax.ShapeDtypeStruct((ranks, experts), jnp.int32)
   traced = portable._plan_on_gpu.trace(load_GE, fixed, cost)
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_the_program_does_not_grow_with_experts_and_slots():
+  sizes = []
+  for experts, slots in ((64, 16), (512, 128)):
+    fixed, cost = setup(2, experts, slots, {"objective": "time"})
+    load_GE = jax.ShapeDtypeStruct((2, experts), jnp.int32)
+    traced = portable._plan_on_gpu.trace(load_GE, fixed, cost)
+    sizes.append(len(traced.lower(lowering_platforms=("cuda",)).as_text()))
+  assert sizes[1] < 1.5 * sizes[0]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -174,9 +234,15 @@ DEFAULTS = {
   [
     ((4, 16), {"num_slots": 0}, NotImplementedError, "replica slots and ranks to share, got 0"),
     ((4, 16), {"domain_size": 1}, NotImplementedError, "got 2 and 1"),
-    ((64, 512), {"domain_size": 64, "num_slots": 33}, NotImplementedError, "expected at most 32"),
-    ((4, 160), {"num_slots": 40}, NotImplementedError, "at most 32 home experts"),
+    (
+      (64, 64),
+      {"domain_size": 64, "num_slots": 256},
+      NotImplementedError,
+      "bytes of shared memory",
+    ),
     ((4, 65536), {}, NotImplementedError, "bytes of shared memory"),
+    ((4, 16), {"searches": False}, ValueError, "expected slots that suffice"),
+    ((4, 16), {"num_slots": 3, "searches": False, "min_tokens": 2}, ValueError, "got 3 and 2"),
     ((4, 18), {}, ValueError, r"load_GE: expected shape \[G, E\]"),
     ((4, 16), {"domain_size": 3}, ValueError, "domain_size: expected a divisor of 4 ranks, got 3"),
     ((4, 16), {"by_time": True}, ValueError, "cost: expected an int32 array"),

@@ -91,10 +91,10 @@ def test_equals_the_portable_trees(wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, experts, slots", [(64, 256, 2), (12, 36, 3), (40, 40, 4)])
+@pytest.mark.parametrize("ranks, experts, slots", [(64, 256, 2), (12, 36, 3), (8, 64, 40)])
 def test_equals_the_portable_trees_of_many_ranks(ranks, experts, slots):
   """Several warps, several pieces of slots, and several paths one after the other."""
-  chosen = list(placements(16, slots, 5, ranks, experts))
+  chosen = list(placements(16 if slots < 9 else 3, slots, 5, ranks, experts))
   with interpreted():
     got = [jax.block_until_ready(trees(replica_GS, experts)) for replica_GS in chosen]
   portable = jax.jit(functools.partial(relay.transfer_tree, num_experts=experts))

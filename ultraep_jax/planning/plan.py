@@ -1,14 +1,14 @@
 """The quota planner: which experts to copy where, and how many assignments each copy serves.
 
-Many placements are made side by side (``greedy.py``, and ``exact.py`` where the slots suffice)
-and the one that is best for the objective is taken. All arithmetic is in integers, so every rank
-computes the same plan, on every backend.
+Here a load matrix becomes a plan; ``search.py`` places the copies. All arithmetic is in integers,
+so every rank computes the same plan, on every backend.
 
-Shapes: N domains, R ranks of a domain, Q candidates of a domain; see ``types.py`` for the rest.
+Shapes: N domains, R ranks of a domain; see ``types.py`` for the rest.
 """
 
+import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +21,11 @@ from ultraep_jax import implementation
 from ultraep_jax.checks import check_array, check_config
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.planning import exact, greedy
-from ultraep_jax.planning.integers import (
-  INT32_MAX,
-  ceil_div,
-  ceil_scale,
-  saturating_add,
-  saturating_mul,
-)
+from ultraep_jax.planning import exact
+from ultraep_jax.planning.integers import INT32_MAX
 from ultraep_jax.planning.relay import transfer_tree
+from ultraep_jax.planning.search import Setup, best_placement
 from ultraep_jax.types import Array, Plan, PlanCost
-
-# Thresholds between the mean and the busiest rank, falling geometrically in their distance from
-# the mean, in units of 2^-15 of the whole distance. The first is the busiest rank: do nothing.
-# With up to three special thresholds and twelve rules this makes at most 504 probes.
-_STEPS = tuple(round(2 ** (15 - 15 * k / 38)) for k in range(39))
-
-
-class _Setup(NamedTuple):
-  """What is fixed at trace time."""
-
-  domain_size: int
-  num_slots: int
-  min_tokens: int
-  transfer: Literal["auto", "direct", "relay"]
-  by_time: bool
-  target: float | None
-  steps: tuple[int, ...] = _STEPS
-
-  @property
-  def count_copies(self) -> bool:
-    """Homes send every copy themselves."""
-    return self.transfer == "direct"
 
 
 def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) -> Plan:
@@ -105,12 +78,44 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   """
   check_config(config)
   check_load(load_GE)
-  arguments = (load_GE, *set_up(load_GE, config, cost))
+  return _plan_anywhere(load_GE, config, *set_up(load_GE, config, cost))
+
+
+def plan_exactly(load_GE: Array, config: BalanceConfig) -> Plan:
+  """The plan of ``exact.construct``: no rank is above the mean of its domain, rounded up.
+
+  Args:
+    load_GE: as in ``plan_quotas``.
+    config: ``replica_slots``, ``domain_size``, ``transfer`` and ``implementation`` count.
+
+  Raises:
+    TypeError: as in ``plan_quotas``.
+    ValueError: ``replica_slots`` is below ``exact.slots_that_suffice``, or as in ``plan_quotas``.
+    NotImplementedError: as in ``plan_quotas``.
+  """
+  check_config(config)
+  check_load(load_GE)
+  config = dataclasses.replace(config, objective="balance", target=None, min_tokens_per_replica=1)
+  setup, _ = set_up(load_GE, config, None)
+  num_ranks, num_experts = load_GE.shape
+  size = setup.domain_size
+  enough = exact.slots_that_suffice(num_experts // num_ranks * size, size)
+  if setup.num_slots < enough:
+    raise ValueError(
+      f"replica_slots: expected at least {enough}, which suffice for every load, for "
+      f'strategy="exact", got {setup.num_slots}'
+    )
+  return _plan_anywhere(load_GE, config, setup._replace(searches=False), None)
+
+
+def _plan_anywhere(
+  load_GE: Array, config: BalanceConfig, setup: Setup, cost: PlanCost | None
+) -> Plan:
   candidates = {
-    "mosaic_gpu": lambda: _plan_on_gpu(*arguments),
-    "portable": lambda: _plan(*arguments),
+    "mosaic_gpu": lambda: _plan_on_gpu(load_GE, setup, cost),
+    "portable": lambda: _plan(load_GE, setup, cost),
   }
-  return first_that_can(_implementations(config, arguments[1]), candidates)
+  return first_that_can(_implementations(config, setup), candidates)
 
 
 def home_quota(load_GE: Array) -> Array:
@@ -147,14 +152,14 @@ def check_load(load_GE: Array) -> None:
 
 def set_up(
   load_GE: Array, config: BalanceConfig, cost: PlanCost | None
-) -> tuple[_Setup, PlanCost | None]:
+) -> tuple[Setup, PlanCost | None]:
   num_ranks, _ = load_GE.shape
   domain_size = num_ranks if config.domain_size is None else config.domain_size
   if num_ranks % domain_size:
     raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {domain_size}")
   if config.objective == "time" and cost is None:
     raise ValueError('cost: expected a PlanCost for objective="time", got None')
-  setup = _Setup(
+  setup = Setup(
     domain_size=domain_size,
     num_slots=config.replica_slots,
     min_tokens=config.min_tokens_per_replica,
@@ -166,7 +171,7 @@ def set_up(
   return setup, _as_int32(cost) if setup.by_time else None
 
 
-def _implementations(config: BalanceConfig, setup: _Setup) -> Implementations:
+def _implementations(config: BalanceConfig, setup: Setup) -> Implementations:
   """Without room for replicas there is nothing for a kernel to do."""
   if setup.num_slots == 0 or setup.domain_size == 1:
     return ("portable",)
@@ -184,7 +189,7 @@ def _as_int32(cost: PlanCost | None) -> PlanCost | None:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _plan(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
+def _plan(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
   num_ranks, num_experts = load_GE.shape
   domains, per_rank = num_ranks // setup.domain_size, num_experts // num_ranks
   load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
@@ -192,8 +197,10 @@ def _plan(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
   if setup.num_slots == 0 or setup.domain_size == 1:
     expert_NRS = jnp.full((domains, setup.domain_size, setup.num_slots), -1, jnp.int32)
     tokens_NRS = jnp.zeros_like(expert_NRS)
+  elif not setup.searches:
+    _, expert_NRS, tokens_NRS = exact.construct(load_NRM, setup.num_slots, setup.count_copies)
   else:
-    expert_NRS, tokens_NRS = _best_placement(load_NRM, setup, cost)
+    expert_NRS, tokens_NRS = best_placement(load_NRM, setup, cost)
   return plan_slots(
     load_E, join_domains(expert_NRS, per_rank), join_domains(tokens_NRS), setup.transfer
   )
@@ -229,7 +236,7 @@ def plan_slots(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _plan_on_gpu(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
+def _plan_on_gpu(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
   """What ``_plan`` computes, bit for bit, by kernels for Hopper.
 
   Raises:
@@ -245,6 +252,7 @@ def _plan_on_gpu(load_GE: Array, setup: _Setup, cost: PlanCost | None) -> Plan:
     target=setup.target,
     cost=None if cost is None else jnp.stack(cost),
     steps=setup.steps,
+    searches=setup.searches,
   )
   return Plan(*planned)
 
@@ -260,89 +268,3 @@ def _quota(load_E: Array, num_ranks: int, expert_GS: Array, tokens_GS: Array) ->
   home_E = load_E - jnp.sum(away_EG, axis=1, dtype=jnp.int32)
   expert = jnp.arange(num_experts)
   return away_EG.at[expert, expert // (num_experts // num_ranks)].add(home_E)
-
-
-def _best_placement(load_NRM: Array, setup: _Setup, cost: PlanCost | None) -> tuple[Array, Array]:
-  """Experts and tokens of the slots, ``[N, R, S]``, of each domain's best candidate."""
-  domains, size, per_rank = load_NRM.shape
-  slots, min_tokens = setup.num_slots, setup.min_tokens
-  constructs = slots >= exact.slots_that_suffice(size * per_rank, size) and min_tokens == 1
-  loads = greedy.sort_loads(load_NRM)
-  total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
-  goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
-  threshold_NT = _thresholds(loads, total_N, goal_N, setup, cost, constructs)
-  probes = _probes(threshold_NT)
-  outcome_B = greedy.run(loads, probes, slots, min_tokens, setup.count_copies)
-  outcome_NQ = jax.tree.map(lambda leaf: leaf.reshape(domains, -1), outcome_B)
-  num_probes = outcome_NQ.busiest.shape[1]
-  if constructs:
-    exact_N, exact_expert_NRS, exact_tokens_NRS = exact.construct(
-      load_NRM, slots, setup.count_copies
-    )
-    outcome_NQ = jax.tree.map(
-      lambda many, one: jnp.concatenate([many, one[:, None]], axis=1), outcome_NQ, exact_N
-    )
-
-  keys_NQ = [jnp.maximum(outcome_NQ.busiest, goal_N[:, None])]
-  if cost is not None:
-    # What is above the capacity needs a second round. As a cost that could be outweighed, and
-    # where copies cost much it would be lost among costs that saturate.
-    above_NQ = (outcome_NQ.busiest > cost.capacity_rows).astype(jnp.int32)
-    transfer_NQ = saturating_mul(outcome_NQ.copies, cost.copy_rows)
-    keys_NQ = [above_NQ, saturating_add(keys_NQ[0], transfer_NQ)]
-  keys_NQ += [outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest]
-  best_N = _first_least(*keys_NQ)
-  index_N = jnp.arange(domains) * num_probes + jnp.minimum(best_N, num_probes - 1)
-  chosen = jax.tree.map(lambda leaf: leaf[index_N], probes)
-  expert_NRS, tokens_NRS = greedy.place(loads, chosen, slots, min_tokens)
-  if constructs:
-    is_exact_N11 = (best_N == num_probes)[:, None, None]
-    expert_NRS = jnp.where(is_exact_N11, exact_expert_NRS, expert_NRS)
-    tokens_NRS = jnp.where(is_exact_N11, exact_tokens_NRS, tokens_NRS)
-  return expert_NRS, tokens_NRS
-
-
-def _thresholds(
-  loads: greedy.Loads,
-  total_N: Array,
-  goal_N: Array,
-  setup: _Setup,
-  cost: PlanCost | None,
-  constructs: bool,
-) -> Array:
-  """Thresholds to try, each between the mean, rounded up, and the busiest rank."""
-  mean_N, busiest_N = ceil_div(total_N, setup.domain_size), jnp.max(loads.rank_NR, axis=-1)
-  if constructs and not setup.by_time and setup.target is None:
-    return mean_N[:, None]  # nothing above it can win
-  span_N = busiest_N - mean_N
-  # span * step / 2^15 rounded up, without an intermediate product beyond int32.
-  high_N1, low_N1 = (span_N >> 15)[:, None], (span_N & 0x7FFF)[:, None]
-  step_1T = jnp.array(setup.steps, jnp.int32)[None, :]
-  spaced_NT = mean_N[:, None] + high_N1 * step_1T + ((low_N1 * step_1T + 0x7FFF) >> 15)
-  special = [mean_N]
-  if setup.target is not None:
-    special.append(goal_N)
-  if cost is not None:
-    special.append(jnp.broadcast_to(cost.capacity_rows, mean_N.shape))
-  threshold_NT = jnp.concatenate([spaced_NT, jnp.stack(special, axis=1)], axis=1)
-  return jnp.clip(threshold_NT, mean_N[:, None], busiest_N[:, None])
-
-
-def _probes(threshold_NT: Array) -> greedy.Probes:
-  """Every rule at every threshold; domain by domain, threshold by threshold."""
-  shape = (*threshold_NT.shape, len(greedy.RULES))
-  threshold_NTQ = jnp.broadcast_to(threshold_NT[:, :, None], shape)
-  return greedy.Probes(
-    domain_B=lax.broadcasted_iota(jnp.int32, shape, 0).reshape(-1),
-    threshold_B=threshold_NTQ.reshape(-1),
-    rule_B=lax.broadcasted_iota(jnp.int32, shape, 2).reshape(-1),
-  )
-
-
-def _first_least(*keys_NQ: Array) -> Array:
-  """Per domain, the first candidate with the least keys, compared in order."""
-  best_NQ = jnp.ones(keys_NQ[0].shape, jnp.bool_)
-  for key_NQ in keys_NQ:
-    key_NQ = jnp.where(best_NQ, key_NQ, INT32_MAX)
-    best_NQ &= key_NQ == jnp.min(key_NQ, axis=1, keepdims=True)
-  return jnp.argmax(best_NQ, axis=1).astype(jnp.int32)

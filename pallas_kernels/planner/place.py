@@ -1,0 +1,199 @@
+"""The second planner kernel: chooses each domain's best candidate, and writes quotas and trees."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.planner import tree
+from pallas_kernels.planner.members import Vectors
+from pallas_kernels.planner.probes import (
+  ABOVE,
+  BLOCK_AXIS,
+  BUSIEST,
+  COPIES,
+  REPLICAS,
+  VALUE,
+  WARP,
+  before,
+)
+from pallas_kernels.planner.tables import PROBES, Problem
+from pallas_kernels.warp.branches import when
+from pallas_kernels.warp.scatter import add_at, barrier, fill, put_at
+from pallas_kernels.warp.warps import (
+  INT32_MAX,
+  LANES,
+  THREADS,
+  divide,
+  each_piece,
+  lookup,
+  ones,
+  padded,
+  store,
+  thread_index,
+  warp_min,
+  where,
+)
+
+Array = jax.Array
+
+BLOCK = 4 * THREADS  # quotas that a block writes
+
+
+def sizes(problem: Problem) -> tuple[int, ...]:
+  """Of the vectors in shared memory: best candidates, quotas, tokens of slots, ``Vectors``."""
+  items = padded(problem.num_ranks * problem.num_slots)
+  return (padded(problem.num_domains), BLOCK, items, *Vectors.sizes(problem))
+
+
+def kernel(
+  total_ref: Any,
+  report_ref: Any,
+  slots_ref: Any,
+  expert_ref: Any,
+  quota_ref: Any,
+  parent_ref: Any,
+  best_ref: Any,
+  sum_ref: Any,
+  tokens_ref: Any,
+  *vectors: Any,
+  problem: Problem,
+  relays: bool,
+) -> None:
+  """Chooses each domain's best candidate; block 0 writes trees, the others ``BLOCK`` quotas each.
+
+  Args:
+    total_ref: ``[E]`` int32, what the first kernel writes, as the next two.
+    report_ref: see ``probes.kernel``.
+    slots_ref: likewise.
+    expert_ref: ``[G * S]``, the expert in each slot, −1 if empty.
+    quota_ref: ``[E * G]``.
+    parent_ref: ``[G * S]``, who sends the slot its copy, −1 if empty.
+    best_ref: shared memory, as ``sizes`` says, up to ``vectors``.
+    sum_ref: the quotas of a block.
+    tokens_ref: what each slot serves.
+    vectors: ``Vectors``.
+    problem: the rest.
+    relays: whether holders may send.
+  """
+  vector = Vectors(*vectors)
+  block = lax.axis_index(BLOCK_AXIS)
+  _choose(report_ref, best_ref, problem)
+  _gather_slots(report_ref, slots_ref, best_ref, vector.expert, tokens_ref, problem)
+
+  @when(block == 0)
+  def _() -> None:
+    (tree.relayed if relays else tree.direct)(vector, problem)
+    items = problem.num_ranks * problem.num_slots
+
+    def write(i: Array) -> None:
+      store(expert_ref, i, lookup(vector.expert, i), ones(i < items))
+      store(parent_ref, i, lookup(vector.parent, i), ones(i < items))
+
+    each_piece(items, write)
+
+  @when(block > 0)
+  def _() -> None:
+    first = (block - 1) * BLOCK
+    _write_quotas(first, total_ref, vector.expert, tokens_ref, sum_ref, quota_ref, problem)
+
+
+def _choose(report_ref: Any, best_ref: Any, problem: Problem) -> None:
+  """The first best candidate of each domain, as ``block * 4 + warp``; each warp sees all."""
+  thread = thread_index()
+  lane = thread & (LANES - 1)
+  choice = thread * 0
+  fields = (ABOVE, VALUE, REPLICAS, COPIES, BUSIEST)
+
+  def choose(domain: Array, choice: Array) -> Array:
+    best: list[Array] = []
+    for first in range(0, problem.blocks, LANES):
+      block = lane + first
+      line = (domain * problem.blocks + jnp.minimum(block, problem.blocks - 1)) * problem.report
+      keys = [lookup(report_ref, line + field) for field in fields]
+      keys = [where(block < problem.blocks, key, INT32_MAX) for key in keys]
+      keys.append(block * PROBES + lookup(report_ref, line + WARP))
+      if best:
+        wins = before(keys, best)
+        keys = [where(wins, new, old) for new, old in zip(keys, best, strict=True)]
+      best = keys
+    alike = thread == thread
+    for key in best:
+      key = where(alike, key, INT32_MAX)
+      alike &= key == warp_min(key)
+    chosen = warp_min(where(alike, best[-1], INT32_MAX))
+    return where(lax.rem(domain, THREADS) == thread, chosen, choice)
+
+  for start in range(0, problem.num_domains, THREADS):
+    end = min(start + THREADS, problem.num_domains)
+    best_ref[pl.ds(start, THREADS)] = lax.fori_loop(start, end, choose, choice)
+
+
+def _gather_slots(
+  report_ref: Any,
+  slots_ref: Any,
+  best_ref: Any,
+  expert_ref: Any,
+  tokens_ref: Any,
+  problem: Problem,
+) -> None:
+  """Experts and tokens of all slots, from the chosen candidates."""
+  items = problem.num_ranks * problem.num_slots
+
+  def gather(item: Array) -> None:
+    inside, i = item < items, jnp.minimum(item, items - 1)
+    rank, slot = divide(i, problem.num_slots)
+    domain, own = divide(rank, problem.domain_size)
+    candidate = domain * (problem.blocks * PROBES) + lookup(best_ref, domain)
+    block, warp = divide(candidate, PROBES)
+    part, lane = divide(own, LANES)
+    line = block * problem.report + (1 + part) * THREADS
+    filled = inside & (slot < lookup(report_ref, line + warp * LANES + lane))
+    place = candidate * problem.placement + 2 * (own * problem.num_slots + slot)
+    put_at(expert_ref, item, where(filled, lookup(slots_ref, place), -1))
+    put_at(tokens_ref, item, where(filled, lookup(slots_ref, place + 1), 0))
+
+  each_piece(items, gather)
+  barrier()
+
+
+def _write_quotas(
+  first: Array,
+  total_ref: Any,
+  expert_ref: Any,
+  tokens_ref: Any,
+  sum_ref: Any,
+  quota_ref: Any,
+  problem: Problem,
+) -> None:
+  """Replicas serve their tokens, homes what remains; from element ``first`` of ``[E, G]`` on."""
+  ranks, slots, experts = problem.num_ranks, problem.num_slots, problem.num_experts
+
+  def add(expert: Array, rank: Array, tokens: Array, mask: Array) -> None:
+    place = expert * ranks + rank - first
+    add_at(sum_ref, place, tokens, mask & (place >= 0) & (place < BLOCK))
+
+  fill(sum_ref, BLOCK, 0)
+  barrier()
+
+  def add_slot(item: Array) -> None:
+    expert, tokens = lookup(expert_ref, item), lookup(tokens_ref, item)
+    home = divide(jnp.maximum(expert, 0), problem.num_home)[0]
+    add(expert, divide(item, slots)[0], tokens, expert >= 0)
+    add(expert, home, -tokens, expert >= 0)
+
+  def add_load(row: Array) -> None:
+    expert = row + lax.div(first, ranks)
+    load = lookup(total_ref, jnp.minimum(expert, experts - 1))
+    add(expert, divide(expert, problem.num_home)[0], load, expert < experts)
+
+  each_piece(ranks * slots, add_slot)
+  each_piece((BLOCK - 1) // ranks + 2, add_load)
+  barrier()
+
+  def write(i: Array) -> None:
+    store(quota_ref, first + i, lookup(sum_ref, i), ones(first + i < experts * ranks))
+
+  each_piece(BLOCK, write)

@@ -1,0 +1,133 @@
+"""The search for the best placement of copies.
+
+Many placements are made side by side (``greedy.py``, and ``exact.py`` where the slots suffice)
+and the one that is best for the objective is taken.
+
+Shapes: N domains, R ranks of a domain, M home experts and S slots of a rank, Q candidates of a
+domain.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.planning import exact, greedy
+from ultraep_jax.planning.integers import (
+  INT32_MAX,
+  ceil_div,
+  ceil_scale,
+  saturating_add,
+  saturating_mul,
+)
+from ultraep_jax.types import Array, PlanCost
+
+# Thresholds between the mean and the busiest rank, falling geometrically in their distance from
+# the mean, in units of 2^-15 of the whole distance. The first is the busiest rank: do nothing.
+# With up to three special thresholds and twelve rules this makes at most 504 probes.
+STEPS = tuple(round(2 ** (15 - 15 * k / 38)) for k in range(39))
+
+
+class Setup(NamedTuple):
+  """What is fixed at trace time."""
+
+  domain_size: int
+  num_slots: int
+  min_tokens: int
+  transfer: Literal["auto", "direct", "relay"]
+  by_time: bool
+  target: float | None
+  steps: tuple[int, ...] = STEPS
+  searches: bool = True  # else the exact construction is all there is
+
+  @property
+  def count_copies(self) -> bool:
+    """Homes send every copy themselves."""
+    return self.transfer == "direct"
+
+
+def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tuple[Array, Array]:
+  """Experts and tokens of the slots, ``[N, R, S]``, of each domain's best candidate."""
+  domains, size, per_rank = load_NRM.shape
+  slots, min_tokens = setup.num_slots, setup.min_tokens
+  constructs = slots >= exact.slots_that_suffice(size * per_rank, size) and min_tokens == 1
+  loads = greedy.sort_loads(load_NRM)
+  total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
+  goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
+  threshold_NT = _thresholds(loads, total_N, goal_N, setup, cost, constructs)
+  probes = _probes(threshold_NT)
+  outcome_B = greedy.run(loads, probes, slots, min_tokens, setup.count_copies)
+  outcome_NQ = jax.tree.map(lambda leaf: leaf.reshape(domains, -1), outcome_B)
+  num_probes = outcome_NQ.busiest.shape[1]
+  if constructs:
+    exact_N, exact_expert_NRS, exact_tokens_NRS = exact.construct(
+      load_NRM, slots, setup.count_copies
+    )
+    outcome_NQ = jax.tree.map(
+      lambda many, one: jnp.concatenate([many, one[:, None]], axis=1), outcome_NQ, exact_N
+    )
+
+  keys_NQ = [jnp.maximum(outcome_NQ.busiest, goal_N[:, None])]
+  if cost is not None:
+    # What is above the capacity needs a second round. As a cost that could be outweighed, and
+    # where copies cost much it would be lost among costs that saturate.
+    above_NQ = (outcome_NQ.busiest > cost.capacity_rows).astype(jnp.int32)
+    transfer_NQ = saturating_mul(outcome_NQ.copies, cost.copy_rows)
+    keys_NQ = [above_NQ, saturating_add(keys_NQ[0], transfer_NQ)]
+  keys_NQ += [outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest]
+  best_N = _first_least(*keys_NQ)
+  index_N = jnp.arange(domains) * num_probes + jnp.minimum(best_N, num_probes - 1)
+  chosen = jax.tree.map(lambda leaf: leaf[index_N], probes)
+  expert_NRS, tokens_NRS = greedy.place(loads, chosen, slots, min_tokens)
+  if constructs:
+    is_exact_N11 = (best_N == num_probes)[:, None, None]
+    expert_NRS = jnp.where(is_exact_N11, exact_expert_NRS, expert_NRS)
+    tokens_NRS = jnp.where(is_exact_N11, exact_tokens_NRS, tokens_NRS)
+  return expert_NRS, tokens_NRS
+
+
+def _thresholds(
+  loads: greedy.Loads,
+  total_N: Array,
+  goal_N: Array,
+  setup: Setup,
+  cost: PlanCost | None,
+  constructs: bool,
+) -> Array:
+  """Thresholds to try, each between the mean, rounded up, and the busiest rank."""
+  mean_N, busiest_N = ceil_div(total_N, setup.domain_size), jnp.max(loads.rank_NR, axis=-1)
+  if constructs and not setup.by_time and setup.target is None:
+    return mean_N[:, None]  # nothing above it can win
+  span_N = busiest_N - mean_N
+  # span * step / 2^15 rounded up, without an intermediate product beyond int32.
+  high_N1, low_N1 = (span_N >> 15)[:, None], (span_N & 0x7FFF)[:, None]
+  step_1T = jnp.array(setup.steps, jnp.int32)[None, :]
+  spaced_NT = mean_N[:, None] + high_N1 * step_1T + ((low_N1 * step_1T + 0x7FFF) >> 15)
+  special = [mean_N]
+  if setup.target is not None:
+    special.append(goal_N)
+  if cost is not None:
+    special.append(jnp.broadcast_to(cost.capacity_rows, mean_N.shape))
+  threshold_NT = jnp.concatenate([spaced_NT, jnp.stack(special, axis=1)], axis=1)
+  return jnp.clip(threshold_NT, mean_N[:, None], busiest_N[:, None])
+
+
+def _probes(threshold_NT: Array) -> greedy.Probes:
+  """Every rule at every threshold; domain by domain, threshold by threshold."""
+  shape = (*threshold_NT.shape, len(greedy.RULES))
+  threshold_NTQ = jnp.broadcast_to(threshold_NT[:, :, None], shape)
+  return greedy.Probes(
+    domain_B=lax.broadcasted_iota(jnp.int32, shape, 0).reshape(-1),
+    threshold_B=threshold_NTQ.reshape(-1),
+    rule_B=lax.broadcasted_iota(jnp.int32, shape, 2).reshape(-1),
+  )
+
+
+def _first_least(*keys_NQ: Array) -> Array:
+  """Per domain, the first candidate with the least keys, compared in order."""
+  best_NQ = jnp.ones(keys_NQ[0].shape, jnp.bool_)
+  for key_NQ in keys_NQ:
+    key_NQ = jnp.where(best_NQ, key_NQ, INT32_MAX)
+    best_NQ &= key_NQ == jnp.min(key_NQ, axis=1, keepdims=True)
+  return jnp.argmax(best_NQ, axis=1).astype(jnp.int32)
