@@ -1,15 +1,10 @@
 """How kernels are laid out where somebody measured it: by operation and widths.
 
-Tables that were measured lie in ``tables``, a JSON file for each kind of device, as ``python -m
-ultraep_jax bench tune --write`` makes them. Looking something up asks no device.
+Looking something up asks no device: what was measured on one is passed in.
 """
 
 import dataclasses
-import functools
-import importlib.resources
-import json
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,20 +112,6 @@ class Tunings:
       if keys.count(key) > 1:
         raise ValueError(f"entries: expected one for each operation and widths, got {key} again")
 
-  @classmethod
-  def for_device(cls, kind: str) -> "Tunings":
-    """Those measured on a kind of device, such as "NVIDIA H200"; none if nobody measured it."""
-    return _measured(kind)
-
-  @classmethod
-  def read(cls, path: str | pathlib.Path) -> "Tunings":
-    """Those of a file that ``bench tune --write`` made.
-
-    Raises:
-      ValueError: it is not such a file; the message says where.
-    """
-    return parse(json.loads(pathlib.Path(path).read_text()))
-
   def find(self, operation: str, *widths: int) -> Any:
     """The tuning for an operation's widths; ``None``: the kernel's own.
 
@@ -147,37 +128,25 @@ class Tunings:
 UNTUNED = Tunings()
 
 
-def parse(table: Any) -> Tunings:
-  """Tunings from what a table's JSON holds.
+def parse(entries: Any) -> Tunings:
+  """Tunings from a list of entries as JSON holds them; ``measured`` says how they were found.
+
+  >>> found = {"operation": "forward", "widths": [], "tuning": {"stages": 3}, "measured": {}}
+  >>> parse([found]).find("forward", 4096, 1536).stages
+  3
 
   Raises:
-    ValueError: it holds something else; the message says where.
+    ValueError: it is something else; the message says where.
   """
-  _check_keys("table", table, {"device_kind", "entries"})
-  if not isinstance(table["entries"], list):
-    raise ValueError(f"entries: expected a list, got {type(table['entries']).__name__}")
-  entries = []
-  for index, entry in enumerate(table["entries"]):
+  if not isinstance(entries, list):
+    raise ValueError(f"entries: expected a list, got {type(entries).__name__}")
+  parsed = []
+  for index, entry in enumerate(entries):
     try:
-      entries.append(_parse_entry(entry))
+      parsed.append(_parse_entry(entry))
     except (TypeError, ValueError) as error:
       raise ValueError(f"entries[{index}]: {error}") from error
-  return Tunings(tuple(entries))
-
-
-def file_name(kind: str) -> str:
-  """Of the table of a kind of device.
-
-  >>> file_name("NVIDIA H200")
-  'nvidia_h200.json'
-  """
-  return kind.lower().replace(" ", "_") + ".json"
-
-
-@functools.cache
-def _measured(kind: str) -> Tunings:
-  file = importlib.resources.files("pallas_kernels") / "tables" / file_name(kind)
-  return parse(json.loads(file.read_text())) if file.is_file() else UNTUNED
+  return Tunings(tuple(parsed))
 
 
 def _parse_entry(entry: Any) -> Entry:

@@ -1,12 +1,12 @@
 """Exact-load expert balancing for expert-parallel Mixture-of-Experts layers."""
 
-from pallas_kernels.tunings import Tunings as Tunings
 from ultraep_jax import linen as linen
 from ultraep_jax import nnx as nnx
 from ultraep_jax import strategies as strategies
 from ultraep_jax import testing as testing
 from ultraep_jax import trace as trace
 from ultraep_jax.config import BalanceConfig as BalanceConfig
+from ultraep_jax.devices.device import Device as Device
 from ultraep_jax.doctor import doctor as doctor
 from ultraep_jax.gating import GatingConfig as GatingConfig
 from ultraep_jax.moe import REMAT_NAMES as REMAT_NAMES

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
-from pallas_kernels.tunings import Tunings
+from ultraep_jax.devices.device import Device
 from ultraep_jax.types import Array, Plan, PlanCost
 
 Implementation = Literal["auto", "mosaic_gpu", "portable"]
@@ -42,7 +42,7 @@ class BalanceConfig:
       (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
       egress). The portable implementation passes copies round a ring instead.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
-      ``None``: from the weights' byte width, the rates measured on H200, and what matmuls hide.
+      ``None``: as ``device`` says for such weights.
     batch_invariant: a token's result does not depend on the other tokens of the batch, through
       the plan that they bring about. Every assignment crosses the links for itself, up to K
       times the bytes, and a token's experts are summed in the order of its choices.
@@ -53,8 +53,9 @@ class BalanceConfig:
       scale per 128 channels, or ``None``, the compute dtype. Experts compute on the rounded
       tokens, wherever they run; gradients are those of the tokens as they are (straight-through)
       and cross in the compute dtype, as the experts' results do.
-    tunings: how kernels are laid out on the device, for each operation and shape; what it does
-      not name is as the kernels have it. ``None``: as measured on such a device, if it was.
+    device: the description of the devices: what copies cost, and how kernels are laid out.
+      ``None``: the package's for the devices at hand; ``doctor`` says which. Of CPUs there is none:
+      copies then weigh nothing.
 
   Raises:
     ValueError: a value is outside its range.
@@ -73,7 +74,7 @@ class BalanceConfig:
   batch_invariant: bool = False
   implementation: Implementation = "auto"
   dispatch_dtype: DispatchDtype | None = None
-  tunings: Tunings | None = None
+  device: Device | None = None
 
   def __post_init__(self) -> None:
     check_int("replica_slots", self.replica_slots, minimum=0)
@@ -93,8 +94,8 @@ class BalanceConfig:
     check_choice("transfer", self.transfer, get_args(TransferTree))
     check_choice("implementation", self.implementation, get_args(Implementation))
     check_choice("dispatch_dtype", self.dispatch_dtype, (None, *get_args(DispatchDtype)))
-    if self.tunings is not None and not isinstance(self.tunings, Tunings):
-      raise TypeError(f"tunings: expected Tunings or None, got {type(self.tunings).__name__}")
+    if self.device is not None and not isinstance(self.device, Device):
+      raise TypeError(f"device: expected a Device or None, got {type(self.device).__name__}")
     if isinstance(self.strategy, str):
       check_choice("strategy", self.strategy, get_args(StrategyName))
     elif not callable(self.strategy) and not callable(getattr(self.strategy, "plan", None)):

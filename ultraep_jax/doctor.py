@@ -7,6 +7,7 @@ import platform
 
 import jax
 
+from ultraep_jax.devices import known
 from ultraep_jax.implementation import why_portable
 
 _PACKAGES = ("ultraep-jax", "jax", "jaxlib", "flax")
@@ -23,6 +24,7 @@ class Report:
     processes: JAX processes that own those devices.
     implementation: what ``implementation="auto"`` picks here.
     reason: why it does.
+    description: which description of devices says what copies cost and how kernels are laid out.
     mesh: how to lay a mesh over these devices.
   """
 
@@ -31,6 +33,7 @@ class Report:
   processes: int
   implementation: str
   reason: str
+  description: str
   mesh: str
 
   def __str__(self) -> str:
@@ -40,6 +43,7 @@ class Report:
       f"versions:       {versions}\n"
       f"devices:        {devices} ({self.processes} process{'es' * (self.processes != 1)})\n"
       f'implementation: "auto" picks "{self.implementation}": {self.reason}\n'
+      f"description:    {self.description}\n"
       f"mesh:           {self.mesh}"
     )
 
@@ -53,6 +57,7 @@ def doctor() -> Report:
   versions:       python 3..., ultraep-jax ..., jax 0..., jaxlib 0..., flax 0...
   devices:        ...
   implementation: "auto" picks ...
+  description:    ...
   mesh:           ...
   """
   devices = jax.devices()
@@ -63,7 +68,21 @@ def doctor() -> Report:
     processes=jax.process_count(),
     implementation="mosaic_gpu" if obstacle is None else "portable",
     reason=_KERNELS_RUN if obstacle is None else obstacle,
+    description=description_advice(),
     mesh=mesh_advice(len(devices), len(jax.local_devices()), devices[0].platform),
+  )
+
+
+def description_advice() -> str:
+  """Which description the devices at hand have, and what follows where they have none."""
+  device, kind = known.resolve(), known.here().device_kind
+  if device is None:
+    return f'none of {kind}: objective="time" balances as if copies cost nothing'
+  if device.match(kind):
+    return f'"{device.name}": {device.hardware}'
+  return (
+    f'"{device.name}" as the nearest, as there is none of {kind}; '
+    "`python -m ultraep_jax bench tune --write FILE` makes one"
   )
 
 

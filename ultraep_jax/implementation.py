@@ -9,6 +9,8 @@ import jax
 from pallas_kernels import support
 from pallas_kernels.tunings import UNTUNED, Tunings
 from ultraep_jax.config import Implementation
+from ultraep_jax.devices import known
+from ultraep_jax.devices.device import Device
 
 Implementations = tuple[str, ...]
 
@@ -40,15 +42,10 @@ def why_portable() -> str | None:
   return support.why_unsupported(jax.devices())
 
 
-def resolve_tunings(tunings: Tunings | None, implementations: Implementations) -> Tunings:
-  """How to lay kernels out: as given, or by default as measured on devices such as these.
-
-  These are those of the current mesh, for which kernels are lowered, else the default ones.
-  """
-  if tunings is not None or "mosaic_gpu" not in implementations:
-    return tunings or UNTUNED
-  device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-  return Tunings.for_device(device.device_kind)
+def resolve_tunings(device: Device | None, implementations: Implementations) -> Tunings:
+  """How to lay kernels out: as the description of the devices says, given or at hand."""
+  described = known.resolve(device) if "mosaic_gpu" in implementations else None
+  return UNTUNED if described is None else described.tunings
 
 
 def first_that_can[T](

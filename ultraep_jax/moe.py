@@ -12,17 +12,13 @@ from ultraep_jax.compute import rounds
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import load, route
-from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats, PlanCost
+from ultraep_jax.planning.cost import copy_bytes, layer_cost
+from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second planning.
 PLAN_NAME = "ultraep_plan"
 REMAT_NAMES = (PLAN_NAME, rounds.ROWS_NAME, rounds.HIDDEN_NAME)
-
-# Measured on H200: bf16 grouped matmul in FLOP/s, one rank's weight push in bytes/s, and how much
-# of a push is not hidden beside matmuls.
-_MATMUL_RATE = 737e12
-_LINK_RATE = 350e9
-_EXPOSED = 0.4
 
 
 def moe(
@@ -105,10 +101,11 @@ def measured_moe(
   num_tokens, top_k = expert_index_TK.shape
   capacity = route.row_capacity(num_tokens, top_k, num_ranks, config)
   load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
-  if config.domain_size == 1 or num_ranks == 1:
-    plan = strategies.none.plan(load_GE, config)  # the only one, as copies never leave a domain
-  else:
-    plan = strategy.plan(load_GE, config, layer_cost(x_TD.dtype, weights, capacity, config))
+  cost = layer_cost(x_TD.dtype, weights, capacity, config)
+  alone = config.domain_size == 1 or num_ranks == 1  # copies never leave a domain
+  sizes = {"tokens": num_tokens, "top_k": top_k, "num_experts": num_experts}
+  futile = strategy.plan is plan_quotas and not cost.can_gain(config, num_ranks=num_ranks, **sizes)
+  plan = (strategies.none if alone or futile else strategy).plan(load_GE, config, cost.plan)
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
@@ -133,7 +130,7 @@ def measured_moe(
     activation,
     implementations,
     config.dispatch_dtype,
-    implementation.resolve_tunings(config.tunings, implementations),
+    implementation.resolve_tunings(config.device, implementations),
   )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
@@ -147,6 +144,9 @@ def measured_moe(
     to_varying(routing, axes),
   )
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
+  if futile:  # statistics have the slots of the configuration, whatever the number of tokens
+    empty_GS = jnp.full((num_ranks, config.replica_slots), -1, jnp.int32)
+    plan = plan._replace(replica_expert=empty_GS, parent=empty_GS)
   measured = stats.measure(
     expert_index_TK,
     load_GE,
@@ -165,20 +165,3 @@ def home_rows(quota_EG: Array) -> Array:
   home_E = jnp.arange(num_experts) // (num_experts // num_ranks)
   at_home_EG = home_E[:, None] == jnp.arange(num_ranks)[None, :]
   return jnp.sum(jnp.where(at_home_EG, quota_EG, 0), axis=0, dtype=jnp.int32)
-
-
-def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:
-  """Of one expert's weights, in the dtype that they travel in."""
-  return weights.expert_size * dtype.itemsize
-
-
-def layer_cost(
-  dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
-) -> PlanCost:
-  """The planner's costs for a layer of these shapes, in rows of expert matmul."""
-  copy_rows = config.copy_rows
-  if copy_rows is None:
-    rows_per_second = _MATMUL_RATE / (2 * weights.expert_size)
-    seconds = copy_bytes(dtype, weights) / _LINK_RATE
-    copy_rows = round(_EXPOSED * seconds * rows_per_second)
-  return PlanCost(copy_rows, capacity)

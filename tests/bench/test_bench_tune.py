@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from ultraep_jax.bench import contest
 from ultraep_jax.bench.contest import NO_TIME, Contest, Outcome, Pace, choose
 from ultraep_jax.bench.kernels import grouped_matmul, matmul_problems
 from ultraep_jax.bench.tune import command as tune
-from ultraep_jax.bench.tune import table as tuning_table
+from ultraep_jax.bench.tune import description
 from ultraep_jax.bench.tune import transfers as tune_transfers
+from ultraep_jax.devices import known
+from ultraep_jax.devices.device import Device
 
 KIND = jax.devices("cpu")[0].device_kind
 
@@ -115,8 +118,8 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(contest, "hold", planted({"deferred": 0.8, "bare": 0.9}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   table = json.loads(path.read_text())
-  assert table["device_kind"] == KIND
-  found = {(e["operation"], *e["widths"]): e for e in table["entries"]}
+  assert table["kinds"] == [KIND] and table["like"] == "h200"
+  found = {(e["operation"], *e["widths"]): e for e in table["tunings"]}
   assert list(found) == [
     ("gated", 128, 128),
     ("gated", 256, 128),
@@ -128,7 +131,7 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
     "python -m ultraep_jax bench tune --shapes qwen3-235b deepseek-v3 --operations gated"
   )
   assert measured["gain"] == 0.25 and measured["us"] == 8e5
-  tunings = Tunings.read(path)
+  tunings = Device.load(path).tunings
   assert tunings.find("gated", 128, 128) == Tuning("deferred")
   assert tunings.find("wgrad", 128, 128) == Tuning(auto_barriers=False)
   lines = capsys.readouterr().out.splitlines()
@@ -138,17 +141,25 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   # Once more: what is better now replaces what was, what is not measured to the end does not.
   monkeypatch.setattr(contest, "hold", planted({"deferred": None, "bare": 2.0}))
   tune.run(arguments(*words, "gated", "wgrad up"))
-  tunings = Tunings.read(path)
+  tunings = Device.load(path).tunings
   assert tunings.find("gated", 128, 128) == Tuning("deferred")
   assert tunings.find("wgrad", 128, 128) is None
-  assert len(json.loads(path.read_text())["entries"]) == 4
+  assert len(Device.load(path).tunings.entries) == 4
 
 
-def test_a_table_of_another_device_is_left_alone(tmp_path):
-  path = tmp_path / "table.json"
-  tuning_table.save(path, {"device_kind": "NVIDIA H200", "entries": []})
-  with pytest.raises(ValueError, match=f"expected a table of {KIND}, got NVIDIA H200"):
+def test_a_description_of_another_device_is_left_alone(tmp_path):
+  path = tmp_path / "mine.json"
+  description.save(path, {"format": 1, "like": "h200", "kinds": ["NVIDIA H200"]})
+  with pytest.raises(ValueError, match=f"expected a description of {KIND}, got one of"):
     tune.run(arguments("--write", str(path)))
+
+
+@pytest.mark.parametrize("name", Device.names())
+def test_descriptions_of_the_package_are_as_they_are_written(name, tmp_path):
+  """So that a run that changes a number changes its lines alone."""
+  text = (pathlib.Path(known.__file__).parent / f"{name}.json").read_text()
+  description.save(tmp_path / "again.json", json.loads(text))
+  assert (tmp_path / "again.json").read_text() == text
 
 
 @pytest.mark.parametrize("name", ["forward up", "dgrad down", "wgrad up"])
@@ -174,7 +185,8 @@ def test_matmuls_are_timed_as_the_table_says(monkeypatch, capsys):
     return Contest(problem.title, lambda: ((), ()), kernels, "kernel")
 
   table = Tunings((Entry(operation="forward", widths=(), tuning=Tuning("deferred")),))
-  monkeypatch.setattr(Tunings, "for_device", lambda kind: table)
+  device = dataclasses.replace(Device.load("h200"), tunings=table)
+  monkeypatch.setattr(known, "find", lambda kind: device)
   monkeypatch.setattr(contest, "hold", hold)
   monkeypatch.setattr(matmul_problems.Problem, "contest", competing)
   names = ["forward up", "sum beside"]
@@ -195,7 +207,7 @@ def test_transfers_lower_for_gpus(operation):
   candidates = tune_transfers.candidates(operation)
   widths = tune_transfers.widths(operation, problem)
   for tuning in candidates.values():
-    tuning_table.entry(operation, widths, tuning, {})
+    description.entry(operation, widths, tuning, {})
   label, tuning = next(iter(candidates.items()))
   competing = tune_transfers.contest(operation, problem, {label: tuning}, mesh)
   shapes = jax.tree.map(

@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import json
-import pathlib
 import re
 
 import jax
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from test_moe import make_mesh
 
-import pallas_kernels
 import ultraep_jax as uep
 from pallas_kernels import tunings
 from pallas_kernels.matmul import layout
@@ -24,8 +21,10 @@ from pallas_kernels.tunings import OPERATIONS, UNTUNED, Entry, Tunings
 from ultraep_jax import implementation
 from ultraep_jax.bench.kernels.matmul_problems import PROBLEMS, Problem
 from ultraep_jax.bench.tune import matmuls, transfers
+from ultraep_jax.devices import known
+from ultraep_jax.devices.device import Device
 
-TABLES = sorted((pathlib.Path(pallas_kernels.__path__[0]) / "tables").iterdir())
+H200 = Device.load("h200")
 
 
 # --- what is found ---------------------------------------------------------------------------
@@ -74,14 +73,12 @@ def test_the_device_is_the_one_that_is_lowered_for():
   resolve = implementation.resolve_tunings
   h200 = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
   with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("expert",), abstract_device=h200)):
-    assert resolve(None, ("mosaic_gpu", "portable")) == Tunings.for_device("NVIDIA H200")
-    assert resolve(None, ("mosaic_gpu", "portable")).entries
+    assert resolve(None, ("mosaic_gpu", "portable")) == H200.tunings != UNTUNED
     assert resolve(None, ("portable",)) == UNTUNED
-    assert resolve(UNTUNED, ("mosaic_gpu",)) == UNTUNED
+    assert resolve(dataclasses.replace(H200, tunings=UNTUNED), ("mosaic_gpu",)) == UNTUNED
   with jax.set_mesh(make_mesh(2)):
     assert resolve(None, ("mosaic_gpu",)) == UNTUNED
   assert resolve(None, ("mosaic_gpu",)) == UNTUNED
-  assert Tunings.for_device("another") == UNTUNED
 
 
 # --- what tables may hold --------------------------------------------------------------------
@@ -127,23 +124,18 @@ GOOD = {"operation": "forward", "widths": [1, 2], "tuning": {"schedule": "deferr
 def test_a_bad_entry_says_what_is_wrong(changes, message):
   values = {key: value for key, value in (GOOD | changes).items() if value is not ...}
   with pytest.raises(ValueError, match=message):
-    tunings.parse({"device_kind": "x", "entries": [values]})
+    tunings.parse([values])
 
 
-def test_a_bad_table_says_what_is_wrong(tmp_path):
-  path = tmp_path / "table.json"
+def test_a_bad_table_says_what_is_wrong():
   for table, message in (
-    ([], "table: expected an object"),
-    ({"device_kind": "x", "entries": {}}, "entries: expected a list, got dict"),
-    ({"device_kind": "x", "entries": [GOOD, GOOD]}, "expected one for each operation and widths"),
+    ({}, "entries: expected a list, got dict"),
+    ([GOOD, GOOD], "expected one for each operation and widths"),
   ):
-    path.write_text(json.dumps(table))
     with pytest.raises(ValueError, match=message):
-      Tunings.read(path)
-  with pytest.raises(TypeError, match=r"tuning: expected a pallas_kernels.chunks.Tuning"):
+      tunings.parse(table)
+  with pytest.raises(TypeError, match=r"tuning: expected a pallas_kernels.transfer.chunks.Tuning"):
     Entry(operation="dispatch", widths=(), tuning=tiles.Tuning())
-  with pytest.raises(TypeError, match="tunings: expected Tunings or None, got str"):
-    uep.BalanceConfig(tunings="fast")  # type: ignore
 
 
 # --- what is committed -----------------------------------------------------------------------
@@ -152,18 +144,11 @@ def test_a_bad_table_says_what_is_wrong(tmp_path):
 def committed():
   """Each tuning of an operation once for columns that divide alike, at its own widths."""
   seen = {}
-  for path in TABLES:
-    for each in Tunings.read(path).entries:
+  for name in Device.names():
+    for each in Device.load(name).tunings.entries:
       if each.tuning is not None:
         seen.setdefault((each.operation, each.tuning, each.widths[-1] % 256), each)
   return list(seen.values())
-
-
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_a_table_is_found_by_its_device(path):
-  kind = json.loads(path.read_text())["device_kind"]
-  assert path.name == tunings.file_name(kind)
-  assert Tunings.for_device(kind) == Tunings.read(path) != UNTUNED
 
 
 def contest_of(each):
@@ -256,12 +241,14 @@ def blocks_of(*operations):
 def test_kernels_are_laid_out_as_the_config_says():
   forward = blocks_of("gated beside + copying", "gated", "forward", "dispatch", "combine")
   backward = blocks_of("dgrad", "wgrad", "wgrad beside + copying", "sum beside + reducing")
-  found = grids(backward=True, tunings=table_of_blocks())
+  device = dataclasses.replace(H200, tunings=table_of_blocks())
+  found = grids(backward=True, device=device)
   assert forward | backward <= found and not {132, 924 + 12, 924 + 16} & found
 
 
 def test_kernels_are_laid_out_as_the_table_says(monkeypatch):
-  monkeypatch.setattr(Tunings, "for_device", lambda kind: {"cpu": table_of_blocks()}[kind])
+  device = dataclasses.replace(H200, tunings=table_of_blocks())
+  monkeypatch.setattr(known, "find", {"cpu": device}.get)
   found = grids(backward=False, dispatch_dtype="float8_e4m3fn")
   first = "gated only beside + copying"
   expected = blocks_of(first, "gated only", "forward", "dispatch scaled", "combine")

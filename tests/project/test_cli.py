@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import test_megatron
 import traces
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from ultraep_jax import cli, testing
 from ultraep_jax.bench.kernels import exchange as bench_exchange
@@ -24,7 +24,7 @@ from ultraep_jax.bench.kernels import plan as bench_plan
 from ultraep_jax.commands import demo
 from ultraep_jax.commands import doctor as doctor_command
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.doctor import mesh_advice
+from ultraep_jax.doctor import description_advice, mesh_advice
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tools import selfcheck
 from ultraep_jax.trace import format as files
@@ -154,6 +154,7 @@ def test_doctor_prints_text_and_json(capsys):
   assert report["implementation"] == "portable" and report["reason"] in text
   assert "the kernels need NVIDIA GPUs" in report["reason"]
   assert sum(report["devices"].values()) == 8 and report["check"] is None
+  assert "as if copies cost nothing" in report["description"] and report["description"] in text
   assert 'jax.make_mesh((8,), ("expert",))' in report["mesh"]
 
 
@@ -167,6 +168,16 @@ def test_doctor_says_where_kernels_run(capsys, monkeypatch):
   monkeypatch.setattr(sys.modules["ultraep_jax.doctor"], "why_portable", lambda: None)
   status, text, _ = run(capsys, "doctor", "--no-check")
   assert status == 0 and '"auto" picks "mosaic_gpu": its kernels run on these devices' in text
+
+
+@pytest.mark.parametrize(
+  ("kind", "said"),
+  [("NVIDIA H100 80GB HBM3", '"h100": NVIDIA H100 SXM5'), ("A100", "as the nearest")],
+)
+def test_doctor_says_whose_description_counts(kind, said):
+  device = AbstractDevice(kind, None, "gpu")
+  with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("expert",), abstract_device=device)):
+    assert said in description_advice()
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -24,9 +24,12 @@ import ultraep_jax
 # What the packages hold beside modules.
 DATA = {
   "pallas_kernels/py.typed",
-  "pallas_kernels/tables/nvidia_h200.json",
   "ultraep_jax/py.typed",
   *(f"ultraep_jax/viewer/{name}" for name in ("charts.js", "page.css", "page.html", "page.js")),
+  *(
+    f"ultraep_jax/devices/{name}.json"
+    for name in ("gb200", "gb300", "h100", "h100_pcie", "h20", "h200", "nvl64")
+  ),
   *(
     f"ultraep_jax/simulate/calibrations/{name}.json" for name in ("h200", "h200_portable", "nvl64")
   ),

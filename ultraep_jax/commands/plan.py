@@ -21,7 +21,8 @@ import numpy as np
 from ultraep_jax import strategies, testing
 from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.moe import layer_cost
+from ultraep_jax.devices.device import Device
+from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank
 from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--transfer", choices=("auto", "direct", "relay"), default="auto", help="(%(default)s)")
   add("--width", type=int, help="D, hidden width, for the bytes and the cost of a copy")
   add("--inner", type=int, help="F, inner width of an expert, likewise")
+  add("--device", default="h200", help="its description, by name or file (%(default)s)")
   add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
   add("--json", action="store_true", help="print JSON, with the whole plan")
 
@@ -168,7 +170,8 @@ def _cost(
   if weights is None:
     raise ValueError("--objective time: expected --width and --inner, which say what copies cost")
   capacity = row_capacity(int(load_GE.sum(axis=1).max()), 1, len(load_GE), config)
-  return layer_cost(jnp.dtype(args.dtype), weights, max(capacity, 1), config)
+  device = Device.load(args.device)
+  return cost_on(device, jnp.dtype(args.dtype), weights, max(capacity, 1)).plan
 
 
 def _answer(

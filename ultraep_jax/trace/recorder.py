@@ -316,7 +316,9 @@ def _check_stats(stats: LayerStats, axes: tuple[str, ...]) -> None:
 
 
 def _describe(config: BalanceConfig) -> dict[str, Any]:
-  values = dataclasses.asdict(config)
+  values = dataclasses.asdict(dataclasses.replace(config, device=None))
+  if config.device is not None:
+    values["device"] = config.device.name
   if not isinstance(config.strategy, str):
     values["strategy"] = getattr(config.strategy, "name", getattr(config.strategy, "__name__", "?"))
   return values

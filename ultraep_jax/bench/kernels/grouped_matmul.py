@@ -19,7 +19,6 @@ from jax import lax
 from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
-from pallas_kernels.tunings import Tunings
 from ultraep_jax.bench import contest
 from ultraep_jax.bench.kernels.matmul_problems import (
   DENSE,
@@ -29,6 +28,7 @@ from ultraep_jax.bench.kernels.matmul_problems import (
   group_sizes,
 )
 from ultraep_jax.bench.layer.problem import LARGE, SHAPES
+from ultraep_jax.implementation import resolve_tunings
 from ultraep_jax.types import Array
 
 
@@ -146,7 +146,7 @@ def _check_case(
 
 def time_problems(problems: list[Problem], peers: bool, pace: contest.Pace) -> None:
   """Times the kernels as the layer runs them, and peers, whose results are compared."""
-  tunings = Tunings.for_device(jax.devices()[0].device_kind)
+  tunings = resolve_tunings(None, ("mosaic_gpu",))
   contests = []
   for problem in problems:
     parts = problem.parts()

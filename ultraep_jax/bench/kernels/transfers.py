@@ -16,7 +16,8 @@ from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.moe import layer_cost
+from ultraep_jax.devices import known
+from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.relay import egress_per_rank
 from ultraep_jax.tools import processes
@@ -90,7 +91,7 @@ def time_cases(ranks: int, config: BalanceConfig) -> dict[str, Placement]:
   shape = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
   experts = ExpertWeights(*[cast("Array", shape)] * 3)
   capacity = int(8192 * 8 * config.capacity_factor)
-  cost = layer_cost(jnp.dtype(jnp.bfloat16), experts, capacity, config)
+  cost = cost_on(known.resolve(), jnp.dtype(jnp.bfloat16), experts, capacity).plan
   for ratio in (r for r in _RATIOS if r < ranks):
     load_GE = testing.zipf_loads(0, 16 * ranks, ranks, 8192, 8, ratio, shuffle=False)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -14,7 +14,8 @@ from ultraep_jax import strategies
 from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer.problem import AXIS, Problem
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.moe import layer_cost, moe
+from ultraep_jax.moe import moe
+from ultraep_jax.planning.cost import layer_cost
 from ultraep_jax.strategies import eplb
 from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
@@ -90,7 +91,7 @@ def planned(variant: str, problem: Problem, args: argparse.Namespace) -> float:
   mean = float(problem.load_NGE[0].sum(axis=1).mean())
   config = config_of(variant, args, SLACK)
   arrays = problem.arrays
-  cost = layer_cost(arrays.x.dtype, arrays.weights, round(SLACK * mean), config)
+  cost = layer_cost(arrays.x.dtype, arrays.weights, round(SLACK * mean), config).plan
   rows_N = [
     int(_busiest(jnp.asarray(load_GE), problem.state(n), config, variant, cost))
     for n, load_GE in enumerate(problem.load_NGE)

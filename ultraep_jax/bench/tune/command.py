@@ -1,4 +1,4 @@
-"""Finds the fastest layout of each kernel here, and writes it into a table.
+"""Finds the fastest layout of each kernel here, and writes it into the device's description.
 
 Run ``python -m ultraep_jax bench tune --write FILE``. Every candidate's results are compared with
 those of the kernel as it is before its time counts. Candidates of an operation run in turn, round
@@ -26,8 +26,8 @@ from ultraep_jax.bench.contest import Choice, Contest, Outcome
 from ultraep_jax.bench.kernels.matmul_problems import DENSE, HOME, PROBLEMS, REPLICA, Problem
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.layer.problem import SHAPES, TUNED
+from ultraep_jax.bench.tune import description
 from ultraep_jax.bench.tune import matmuls as tune_matmuls
-from ultraep_jax.bench.tune import table as tuning_table
 from ultraep_jax.bench.tune import transfers as tune_transfers
 
 DEFAULT = "default"
@@ -38,8 +38,8 @@ class Subject:
   """An operation at a shape.
 
   Attributes:
-    operation: as tables call it.
-    widths: by which tables know it.
+    operation: as descriptions call it.
+    widths: by which descriptions know it.
     tunings: the kernel's own first, then candidates, by a label.
     contest: of these tunings.
     ratio: of the rate to a dense matmul's, from seconds of both; ``None``: it is no matmul.
@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> None:
   start = time.monotonic()
   kind = jax.devices()[0].device_kind
   path: pathlib.Path | None = args.write
-  table = None if path is None else tuning_table.load(path, kind)
-  print(f"jax {jax.__version__}, {jax.device_count()} x {kind}", flush=True)
+  here = f"{jax.device_count()} x {kind}, jax {jax.__version__}"
+  data = None if path is None else description.load(path, kind, here)
+  print(here, flush=True)
   pace = contest.Pace(args.compile_workers, args.calls, args.rounds, start + args.seconds)
   everything = subjects(args)
   measured = {"jax": jax.__version__, "date": str(datetime.date.today()), "command": _command()}
@@ -96,9 +97,9 @@ def run(args: argparse.Namespace) -> None:
   for subject, (_, outcome) in zip(everything, outcomes, strict=True):
     choice = contest.choose(outcome.seconds, DEFAULT, args.least_gain) if outcome.seconds else None
     _report(subject, outcome, choice)
-    if path and table and choice and is_complete(outcome):
-      table = tuning_table.merged(table, [entry_of(subject, outcome, choice, measured)])
-      tuning_table.save(path, table)
+    if path and data and choice and is_complete(outcome):
+      data = description.with_tunings(data, [entry_of(subject, outcome, choice, measured)])
+      description.save(path, data)
   print(f"{time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -143,14 +144,14 @@ def is_complete(outcome: Outcome) -> bool:
 def entry_of(
   subject: Subject, outcome: Outcome, choice: Choice, measured: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The table's entry."""
+  """The description's entry."""
   tuning = None if choice.name == DEFAULT else subject.tunings[choice.name]
   times = {
     "us": round(statistics.median(outcome.seconds[choice.name]) * 1e6, 1),
     "gain": round(choice.gain, 4),
   }
   found = {"title": subject.contest.title, **times, **measured}
-  return tuning_table.entry(subject.operation, subject.widths, tuning, found)
+  return description.entry(subject.operation, subject.widths, tuning, found)
 
 
 def _report(subject: Subject, outcome: Outcome, choice: Choice | None) -> None:

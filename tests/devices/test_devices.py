@@ -1,0 +1,192 @@
+"""Descriptions of devices: what they say, whose they are, and what is refused."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import ultraep_jax as uep
+from ultraep_jax.devices import facts, known
+from ultraep_jax.devices.device import Device, parse
+
+FOLDER = pathlib.Path(known.__file__).parent
+H200 = Device.load("h200")
+
+
+# --- what comes with the package ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", Device.names())
+def test_every_number_says_where_it_is_from(name):
+  device = Device.load(name)
+  assert device.name == name and device.hardware
+  for layer in (device, device.portable):
+    assert tuple(layer.facts) == tuple(facts.FACTS)
+    for each in (*layer.facts.values(), *layer.matmuls):
+      assert each.source and each.kind in facts.KINDS, each
+  assert device.portable.portable is None
+  assert device["peak"] > max(rate.forward for rate in device.matmuls)
+  assert device["link_rate"] >= device["copy_rate"] > device.portable["copy_rate"]
+
+
+def test_what_is_not_said_is_scaled_by_data_sheets():
+  slower = Device.load("h100_pcie")
+  peak, link = 756 / 989, 300 / 450
+  assert slower["sms"] == 114 and slower["launch_seconds"] == H200["launch_seconds"]
+  for one, other in ((slower, H200), (slower.portable, H200.portable)):
+    assert one["rest_forward"] == pytest.approx(peak * other["rest_forward"])
+    assert one["copy_rate"] == pytest.approx(link * other["copy_rate"])
+    assert one.matmul_rate(4096, 1536) == pytest.approx(peak * other.matmul_rate(4096, 1536))
+    assert one["memory_rate"] == 2e12
+  fact = slower.facts["copy_rate"]
+  assert fact.kind == "derived" and "h200: docs/benchmarks.md, Replication" in fact.source
+
+
+def test_the_portable_layer_shares_what_it_does_not_say():
+  assert H200.portable["memory_rate"] == H200["memory_rate"]
+  assert H200.portable["matmul_tile"] == 1024 and H200["matmul_tile"] == 128
+  assert H200.portable.tunings == H200.tunings
+
+
+# --- rates between what was measured -------------------------------------------------------------
+
+
+def test_rates_are_those_measured_and_between_them_elsewhere():
+  for known_shape in H200.matmuls:
+    assert H200.matmul_rate(*known_shape.widths) == known_shape.forward
+    assert H200.matmul_rate(*known_shape.widths, backward=True) == known_shape.backward
+  slowest, *_, fastest = sorted(known_shape.forward for known_shape in H200.matmuls)
+  for width in (512, 2880, 3000, 20000):
+    for inner in (256, 2880, 20000):
+      assert slowest < H200.matmul_rate(width, inner) < fastest
+  narrow, wide = H200.matmul_rate(2048, 520), H200.matmul_rate(4096, 1500)
+  assert narrow == pytest.approx(450e12, rel=0.01) and wide == pytest.approx(795e12, rel=0.01)
+
+
+@pytest.mark.parametrize("left_out", H200.matmuls, ids=lambda each: str(each.widths))
+def test_a_shape_is_near_what_the_others_say(left_out):
+  others = tuple(each for each in H200.matmuls if each != left_out)
+  guess = dataclasses.replace(H200, matmuls=others).matmul_rate(*left_out.widths)
+  narrowest = left_out.widths == (2048, 512)  # beyond the others
+  assert guess == pytest.approx(left_out.forward, rel=0.35 if narrowest else 0.1)
+
+
+# --- whose it is -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("kind", "name"),
+  [
+    ("NVIDIA H200", "h200"),
+    ("NVIDIA H200 NVL", "h200"),
+    ("NVIDIA H100 80GB HBM3", "h100"),
+    ("NVIDIA H100 PCIe", "h100_pcie"),
+    ("NVIDIA H20", "h20"),
+    ("NVIDIA H20-3e", "h20"),
+    ("NVIDIA GB200", "gb200"),
+    ("NVIDIA A100-SXM4-80GB", None),
+    ("cpu", None),
+    ("TPU v5", None),
+  ],
+)
+def test_a_kind_of_device_has_its_description(kind, name):
+  found = known.find(kind)
+  assert (None if found is None else found.name) == name
+
+
+@pytest.mark.parametrize(
+  ("kind", "platform", "name"),
+  [("NVIDIA H20", "gpu", "h20"), ("NVIDIA A100", "gpu", "h200"), ("TPU v5", "tpu", None)],
+)
+def test_the_mesh_says_which_devices_count(kind, platform, name):
+  device = AbstractDevice(kind, None, platform)
+  with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("expert",), abstract_device=device)):
+    found = known.resolve()
+    assert known.resolve(H200) is H200
+  assert (None if found is None else found.name) == name
+  assert known.resolve() is None  # the CPU's
+
+
+def test_a_config_holds_a_description():
+  config = uep.BalanceConfig(device=H200)
+  again = uep.BalanceConfig(device=parse((FOLDER / "h200.json").read_text()))
+  assert config == again and hash(config) == hash(again)
+  slower = dataclasses.replace(config, device=H200.replace("test", copy_rate=1e9))
+  assert slower != config and slower.device["copy_rate"] == 1e9
+  with pytest.raises(TypeError, match="device: expected a Device or None, got str"):
+    uep.BalanceConfig(device="h200")  # type: ignore
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def changed(**changes):
+  data = json.loads((FOLDER / "h200.json").read_text())
+  data["facts"] |= {name: value for name, value in changes.items() if name in facts.FACTS}
+  return json.dumps(data | {k: v for k, v in changes.items() if k not in facts.FACTS})
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{", "expected JSON"),
+    ("[]", "expected an object with"),
+    ('{"format": 2}', 'expected an object with "format": 1, got 2'),
+    ('{"format": 1}', r"facts: expected all of .*missing: \['peak'"),
+    (changed(facts=3), "facts: expected facts of"),
+    (changed(facts={"speed": 1}), r"expected facts of .*got \['speed'\]"),
+    (changed(speed=1), r"expected keys of .*got \['speed'\]"),
+    (changed(like="nothing"), "like: expected one of"),
+    (changed(kinds="NVIDIA"), "kinds: expected a list of texts"),
+    (changed(matmuls=[]), "matmuls: expected at least one"),
+    (changed(matmuls={}), "matmuls: expected a list, got dict"),
+    (changed(matmuls=[{"widths": [1, 2]}]), r"matmuls\[0\]: expected an object with"),
+    (changed(portable=[1]), "portable: expected an object"),
+    (changed(portable={"facts": {"copy_rate": 1}}), "portable facts, copy_rate: expected an"),
+    (changed(tunings=[1]), r"tunings: entries\[0\]: entry: expected an object"),
+  ],
+)
+def test_refuses_what_is_none(text, message):
+  with pytest.raises(ValueError, match=f"^device.*{message}"):
+    parse(text)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, 0, "fast", True, None])
+def test_refuses_bad_values(value):
+  bad = {"value": value, "unit": "B/s", "kind": "measured", "source": ""}
+  with pytest.raises(ValueError, match="copy_rate: expected a"):
+    parse(changed(copy_rate=bad))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"unit": "GB/s"}, "expected unit '', got 'GB/s'"),
+    ({"kind": "guessed"}, "expected a kind of"),
+    ({"value": 1.5}, "expected a whole number"),
+  ],
+)
+def test_refuses_other_units_and_kinds(changes, message):
+  good = {"value": 8, "unit": "", "kind": "measured", "source": ""}
+  assert parse(changed(sms=good))["sms"] == 8
+  with pytest.raises(ValueError, match=message):
+    parse(changed(sms=good | changes))
+
+
+@pytest.mark.parametrize("widths", [[4096], [4096, 0], [4096, 1.5], "wide"])
+def test_refuses_bad_shapes(widths):
+  matmul = copy.deepcopy(json.loads(changed())["matmuls"][0]) | {"widths": widths}
+  with pytest.raises(ValueError, match=r"matmuls\[0\]: expected widths \[D, F\]"):
+    parse(changed(matmuls=[matmul]))
+
+
+def test_no_such_file(tmp_path):
+  with pytest.raises(ValueError, match=r"expected one of .*or a readable file, got 'nowhere'"):
+    Device.load("nowhere")
+  path = tmp_path / "mine.json"
+  path.write_text(changed(name="mine"))
+  assert Device.load(path).name == "mine"

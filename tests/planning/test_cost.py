@@ -1,0 +1,175 @@
+"""What the planner weighs: seconds on described devices as rows, and whether a plan can gain."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_moe import make_mesh
+
+import ultraep_jax as uep
+from ultraep_jax.devices.device import Device
+from ultraep_jax.planning import cost as costs
+from ultraep_jax.planning.cost import LayerCost, cost_on, layer_cost
+from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.types import PlanCost
+from ultraep_jax.workloads import all_to_one_loads, expert_indices
+
+H200, BF16, F32 = Device.load("h200"), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+TIME = uep.BalanceConfig()
+
+
+def experts(width, inner, num=1):
+  into, out = (jax.ShapeDtypeStruct((num, *s), BF16) for s in ((width, inner), (inner, width)))
+  return uep.ExpertWeights(into, into, out)
+
+
+# --- what things cost ------------------------------------------------------------------------
+
+
+def test_a_copy_is_what_is_exposed_of_it_and_a_slot():
+  """Qwen3-235B's: 37.7 MB, of which 0.4 of 108 µs show, are about 900 rows; and half a tile."""
+  cost = cost_on(H200, BF16, experts(4096, 1536), 1000)
+  size = 3 * 4096 * 1536
+  row = 2 * size / H200.matmul_rate(4096, 1536)
+  sent = 0.4 * 2 * size / H200["copy_rate"]
+  slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
+  assert cost.plan.copy_rows == round((sent + slot) / row) and 900 < cost.plan.copy_rows < 1200
+  assert cost.plan.capacity_rows == 1000
+  assert cost.fixed_rows == round(16 * 9e-6 / row)
+
+
+def test_narrow_experts_take_longer_a_row():
+  rows = [cost_on(H200, BF16, experts(*shape), 1) for shape in ((2048, 512), (4096, 1536))]
+  assert rows[0].plan.copy_rows < 0.65 * rows[1].plan.copy_rows  # while copies are as fast
+  assert rows[0].fixed_rows > 3 * rows[1].fixed_rows
+
+
+def test_copies_alone_cost_all_of_their_time():
+  alone = costs.copy_seconds(H200, 35_000_000, beside=False)
+  assert alone == pytest.approx(1e-4)
+  assert costs.copy_seconds(H200, 35_000_000) == pytest.approx(0.4e-4)
+  # In float32 experts are multiplied in plain JAX, and no kernel hides their copies.
+  kernels, portable = (cost_on(H200, F32, experts(4096, 1536), 1, kernels=k) for k in (True, False))
+  size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
+  assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + 512)
+  assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + 512)
+
+
+def test_the_config_decides():
+  args = BF16, experts(4096, 1536), 1000
+  assert layer_cost(*args, TIME) == LayerCost(PlanCost(0, 1000), 0)  # a CPU: nothing is known
+  described = dataclasses.replace(TIME, device=H200)
+  assert layer_cost(*args, described) == cost_on(H200, *args, kernels=False)
+  on_kernels = dataclasses.replace(described, implementation="mosaic_gpu")
+  assert layer_cost(*args, on_kernels) == cost_on(H200, *args)
+  given = dataclasses.replace(on_kernels, copy_rows=7)
+  assert layer_cost(*args, given).plan == cost_on(H200, *args).plan._replace(copy_rows=7)
+  assert layer_cost(*args, dataclasses.replace(TIME, copy_rows=7)).plan.copy_rows == 7
+
+
+def test_rows_stay_small_integers():
+  cost = cost_on(H200, BF16, experts(8, 8), 2**30)
+  assert all(type(value) is int and 0 <= value <= 2**30 for value in (*cost.plan, cost.fixed_rows))
+
+
+# --- whether a plan can gain -------------------------------------------------------------------
+
+
+def sizes(tokens, top_k, num_experts, num_ranks):
+  return {
+    "tokens": tokens,
+    "top_k": top_k,
+    "num_experts": num_experts,
+    "num_ranks": num_ranks,
+  }
+
+
+@pytest.mark.parametrize(
+  ("shape", "domain", "rows"),
+  [
+    ((10, 2, 16, 4), None, 60),  # all to one rank: 80 rows, of which it keeps 20
+    ((10, 2, 16, 4), 2, 40),
+    ((10, 2, 16, 4), 1, 0),
+    ((10, 8, 16, 8), None, 140),  # a rank has 2 of the 8 experts of a token: 160 rows, keeps 20
+    ((3, 1, 2, 2), None, 3),
+    ((10, 2, 16, 1), None, 0),
+    ((0, 2, 16, 4), None, 0),
+  ],
+)
+def test_the_most_that_a_plan_can_gain(shape, domain, rows):
+  config = dataclasses.replace(TIME, domain_size=domain)
+
+  def gains(copy_rows, fixed_rows=0):
+    cost = LayerCost(PlanCost(copy_rows, 10**6), fixed_rows)
+    return cost.can_gain(config, **sizes(*shape))
+
+  assert not gains(rows) and not gains(0, rows) and not gains(10**6)
+  if rows:
+    assert gains(rows - 1) and gains(0, rows - 1) and gains(rows - 2, 1) and not gains(rows - 1, 1)
+  assert LayerCost(PlanCost(10**6, 10**6), 0).can_gain(
+    dataclasses.replace(config, objective="balance"), **sizes(*shape)
+  )
+
+
+def test_a_round_that_is_spared_is_a_gain():
+  """80 rows at most: the planner takes what fits one round, whatever copies cost."""
+  dear = [LayerCost(PlanCost(10**6, capacity), 10**6) for capacity in (79, 80)]
+  assert [cost.can_gain(TIME, **sizes(10, 2, 16, 4)) for cost in dear] == [True, False]
+  alone = dataclasses.replace(TIME, domain_size=1)
+  assert not dear[0].can_gain(alone, **sizes(10, 2, 16, 4))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_load_gains_where_none_can(seed):
+  """The planner, asked all the same, copies nothing; with copies one row cheaper it does."""
+  tokens, top_k, num_experts, num_ranks = 12, 2, 8, 4
+  worst_GE = all_to_one_loads(num_experts, num_ranks, tokens, top_k)
+  rng = np.random.default_rng(seed)
+  masked_GE = worst_GE - rng.integers(0, worst_GE + 1)
+  for copy_rows, copies in ((72, False), (71, True)):
+    cost = LayerCost(PlanCost(copy_rows, 96), 0)
+    can = cost.can_gain(TIME, **sizes(tokens, top_k, num_experts, num_ranks))
+    config = dataclasses.replace(TIME, replica_slots=2, implementation="portable")
+    plans = [plan_quotas(jnp.asarray(load), config, cost.plan) for load in (worst_GE, masked_GE)]
+    assert can == copies
+    if not can:
+      assert all((plan.replica_expert < 0).all() for plan in plans)
+
+
+# --- in a layer ------------------------------------------------------------------------------
+
+
+def run_layer(config, tokens):
+  """A jaxpr, and the statistics, of a layer all of whose tokens choose rank 0's experts."""
+  ranks, width, inner, num = 4, 16, 32, 8
+  weights = uep.ExpertWeights(*(
+    jnp.ones((num, *shape)) for shape in ((width, inner), (width, inner), (inner, width))
+  ))  # fmt: skip
+  load_GE = all_to_one_loads(num, ranks, tokens, 2)
+  index = jnp.asarray(expert_indices(0, load_GE, 2).reshape(-1, 2))
+  arguments = jnp.ones((ranks * tokens, width)), index, jnp.ones((ranks * tokens, 2)), weights
+  with jax.set_mesh(make_mesh(ranks)):
+
+    def layer(*args):
+      return uep.sharded_moe(*args, config=config)[1]
+
+    return str(jax.make_jaxpr(layer)(*arguments)), jax.jit(layer)(*arguments)
+
+
+def test_a_layer_that_cannot_gain_plans_nothing():
+  """On H200 a copy of even the smallest expert costs more than these few tokens."""
+  few = uep.BalanceConfig(device=H200, capacity_factor=4.0)
+  text, stats = run_layer(few, tokens=8)
+  balanced, other = run_layer(dataclasses.replace(few, objective="balance"), tokens=8)
+  assert "name=_plan\n" not in text and "name=_plan\n" in balanced
+  assert int(stats.replicas[0]) == 0 < int(other.replicas[0])
+  np.testing.assert_array_equal(stats.load_after_G[0], [64, 0, 0, 0])
+  assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, other)
+
+
+def test_without_a_description_a_layer_balances():
+  """As on CPUs: what nothing is known of weighs nothing."""
+  _, stats = run_layer(uep.BalanceConfig(), tokens=8)
+  np.testing.assert_array_equal(stats.load_after_G[0], [16, 16, 16, 16])

@@ -1,0 +1,1 @@
+"""One description of each kind of device: rates, layouts of kernels, what the simulator needs."""

@@ -1,0 +1,161 @@
+"""What the planner weighs: seconds of a layer's parts, as rows of expert matmul.
+
+Seconds come from the description of the devices (``devices/``), the shapes of an expert and what
+is counted here. Rows are integers, so that every rank plans the same.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from ultraep_jax import implementation
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.devices import known
+from ultraep_jax.devices.device import Device
+from ultraep_jax.types import ExpertWeights, PlanCost
+
+# Kernels that XLA launches more for a layer that may copy than for one that cannot: counted in
+# compiled forward layers.
+_BALANCE_LAUNCHES = 16
+_WEIGHT_BYTES = 2  # of a weight that a matmul reads
+_WORK = {"forward": 1, "backward": 2}
+
+
+class LayerCost(NamedTuple):
+  """What balancing a layer costs, in rows of its expert matmul.
+
+  Attributes:
+    plan: what the planner weighs.
+    fixed_rows: what a program that may copy costs more than one which cannot, whatever it copies.
+  """
+
+  plan: PlanCost
+  fixed_rows: int
+
+  def can_gain(
+    self,
+    config: BalanceConfig,
+    *,
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    num_ranks: int,
+  ) -> bool:
+    """Whether some load of these sizes is worth a plan. Without, a program need not plan at all.
+
+    A token chooses distinct experts, so a rank of M experts gets at most
+    ``G * T * min(K, M)`` rows. At best it shares them with all of its domain. If that spares no
+    second round, and no more rows than one copy and the launches of balancing cost, no plan can
+    gain. ``objective="balance"`` asks for no gain in time.
+
+    Args:
+      config: ``objective`` and ``domain_size`` are used.
+      tokens: T, of a rank.
+      top_k: K.
+      num_experts: E.
+      num_ranks: G.
+    """
+    if config.objective == "balance":
+      return True
+    domain = num_ranks if config.domain_size is None else config.domain_size
+    most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
+    spared = most - -(-most // domain)
+    if spared and most > int(self.plan.capacity_rows):
+      return True  # a plan that fits one round is taken before any other
+    return spared > int(self.plan.copy_rows) + self.fixed_rows
+
+
+def layer_cost(
+  dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
+) -> LayerCost:
+  """What balancing a layer costs on the devices at hand, or as ``config.device`` describes.
+
+  Args:
+    dtype: that the layer computes in.
+    weights: for the shapes of an expert, ``[..., D, F]``.
+    capacity: C, rows that a rank computes in one round.
+    config: ``copy_rows``, ``device`` and ``implementation`` are used.
+  """
+  kernels = "mosaic_gpu" in implementation.resolve(config.implementation)
+  cost = cost_on(known.resolve(config.device), dtype, weights, capacity, kernels=kernels)
+  if config.copy_rows is None:
+    return cost
+  return cost._replace(plan=cost.plan._replace(copy_rows=config.copy_rows))
+
+
+def cost_on(
+  device: Device | None,
+  dtype: jnp.dtype,
+  weights: ExpertWeights,
+  capacity: int,
+  *,
+  kernels: bool = True,
+) -> LayerCost:
+  """What balancing a layer costs on such devices, with the kernels or in plain JAX.
+
+  On devices of which nothing is known, such as CPUs, copies weigh nothing: the planner balances
+  as well as it can, with as few copies as that takes.
+  """
+  if device is None:
+    return LayerCost(PlanCost(0, capacity), 0)
+  portable = device.portable or device
+  moving = device if kernels else portable
+  # Other dtypes are multiplied in plain JAX, and their copies travel alone.
+  multiplying = moving if dtype == jnp.bfloat16 else portable
+  width, inner = weights.wi_gate.shape[-2:]
+  sending = copy_seconds(moving, copy_bytes(dtype, weights), beside=multiplying is moving)
+  row = row_seconds(multiplying, width, inner)
+  return in_rows(
+    row,
+    copy=sending + slot_seconds(multiplying, width, inner),
+    launch=device["launch_seconds"],
+    capacity=capacity,
+  )
+
+
+def in_rows(row: float, *, copy: float, launch: float, capacity: int) -> LayerCost:
+  """The cost from the seconds of a row, a copy and a launch."""
+  return LayerCost(PlanCost(round(copy / row), capacity), round(_BALANCE_LAUNCHES * launch / row))
+
+
+def row_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+  """What one row more takes. What its slot takes in any case is in ``slot_seconds``."""
+  rate = device.matmul_rate(width, inner, backward=direction == "backward")
+  return _WORK[direction] * 2 * expert_size(width, inner) / rate
+
+
+def slot_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+  """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
+  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction)
+  return rows + _WORK[direction] * reading_seconds(device, width, inner)
+
+
+def reading_seconds(device: Device, width: int, inner: int) -> float:
+  """What reading an expert's weights once adds to its matmuls."""
+  seconds = _WEIGHT_BYTES * expert_size(width, inner) / device["memory_rate"]
+  return device["weights_exposed"] * seconds
+
+
+def copy_seconds(
+  device: Device, size: int, direction: str = "forward", *, beside: bool = True
+) -> float:
+  """By what sending one copy of so many bytes delays a layer.
+
+  Args:
+    device: the description.
+    size: bytes.
+    direction: ``"forward"`` or ``"backward"``.
+    beside: the copy travels beside matmuls, which hide a part of it.
+  """
+  exposed = device[f"copy_exposed_{direction}"] if beside else 1.0
+  return exposed * size / device["copy_rate"]
+
+
+def expert_size(width: int, inner: int) -> int:
+  """Weights of one gated expert."""
+  return 3 * width * inner
+
+
+def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:
+  """Of one expert's weights, in the dtype that they travel in."""
+  return weights.expert_size * dtype.itemsize
