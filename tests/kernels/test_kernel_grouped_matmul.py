@@ -27,7 +27,7 @@ from grouped_rows import (
 from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
 from pallas_kernels.matmul.layout import Tuning
 
-# Widths of several models, of one tile, of less; one home slot, no replica, odd capacities, one row.
+# Widths of several models, of one tile, of less; one home slot, no replica, odd sizes, one row.
 SHAPES = [
   (32768, 7168, 2048, 16, 2),
   (4096, 2880, 2880, 16, 0),

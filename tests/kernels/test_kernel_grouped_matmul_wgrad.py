@@ -29,7 +29,7 @@ from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
 STEPS_CAPACITY, SLOTS = 1024, 6
 IN_PAIRS = Tuning(blocks=4, cluster=2)
 
-# Widths of several models, of one tile, of less; one home slot, no replica, odd capacities, one row.
+# Widths of several models, of one tile, of less; one home slot, no replica, odd sizes, one row.
 SHAPES = [
   (32768, 7168, 2048, 16, 2),
   (4096, 2880, 2880, 16, 0),
