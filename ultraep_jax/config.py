@@ -21,8 +21,10 @@ class BalanceConfig:
   """How a layer balances its experts. Hashable, so it can be a static argument of ``jax.jit``.
 
   Attributes:
-    replica_slots: S, copies of other ranks' experts that a rank can hold. ``M (G - 1) / G``
-      or more, rounded up, reach exact balance of every load; 0 balances nothing.
+    replica_slots: S, copies of other ranks' experts that a rank can hold; 0 balances nothing.
+      ``"auto"``: ``M (G - 1) / G``, rounded up, which reach exact balance of every load, so that
+      no load needs a second round. A layer takes fewer if these and their float32 gradients, which
+      live while the layer runs, would take more than an eighth of the device's memory.
     strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"exact"`` (no rank above the
       mean; needs slots that suffice for every load), ``"eplb+"`` (replicas by load, equal
       shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner
@@ -36,6 +38,8 @@ class BalanceConfig:
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.
     capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
       multiple of eight; a busier rank takes more rounds, nothing is dropped.
+    worst_case_bytes: a rank's buffer holds the assignments of all ranks, so that no load needs a
+      second round, where their tokens take at most so many bytes. Small batches do.
     domain_size: ranks joined by scale-up links; replicas never leave a domain. Domains are
       contiguous. ``None``: all ranks are one domain.
     transfer: the trees that ``Plan.parent`` describes: ``"relay"`` (holders forward), ``"direct"``
@@ -62,12 +66,13 @@ class BalanceConfig:
     TypeError: a value has the wrong type.
   """
 
-  replica_slots: int = 2
+  replica_slots: int | Literal["auto"] = "auto"
   strategy: "str | Strategy | Planner" = "quota"
   objective: Objective = "time"
   target: float | None = None
   min_tokens_per_replica: int = 1
   capacity_factor: float = 1.0625
+  worst_case_bytes: int = 64 << 20
   domain_size: int | None = None
   transfer: TransferTree = "auto"
   copy_rows: int | None = None
@@ -77,7 +82,9 @@ class BalanceConfig:
   device: Device | None = None
 
   def __post_init__(self) -> None:
-    check_int("replica_slots", self.replica_slots, minimum=0)
+    if self.replica_slots != "auto":
+      check_int("replica_slots", self.replica_slots, minimum=0)
+    check_int("worst_case_bytes", self.worst_case_bytes, minimum=0)
     check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
     if self.domain_size is not None:
       check_int("domain_size", self.domain_size, minimum=1)

@@ -11,9 +11,8 @@ from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.compute import rounds
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
-from ultraep_jax.planning import load, route
-from ultraep_jax.planning.cost import copy_bytes, layer_cost
-from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.planning import load, route, sizes
+from ultraep_jax.planning.cost import copy_bytes
 from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second planning.
@@ -99,22 +98,24 @@ def measured_moe(
     expert_index_TK = strategy.reassign(expert_index_TK, rank, num_experts, num_ranks)
 
   num_tokens, top_k = expert_index_TK.shape
-  capacity = route.row_capacity(num_tokens, top_k, num_ranks, config)
+  config, capacity, cost, plans, one_round = sizes.settle(
+    config,
+    tokens=num_tokens,
+    top_k=top_k,
+    num_ranks=num_ranks,
+    dtype=x_TD.dtype,
+    weights=weights,
+  )
   load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
-  cost = layer_cost(x_TD.dtype, weights, capacity, config)
-  alone = config.domain_size == 1 or num_ranks == 1  # copies never leave a domain
-  sizes = {"tokens": num_tokens, "top_k": top_k, "num_experts": num_experts}
-  futile = strategy.plan is plan_quotas and not cost.can_gain(config, num_ranks=num_ranks, **sizes)
-  plan = (strategies.none if alone or futile else strategy).plan(load_GE, config, cost.plan)
+  plan = (strategy if plans else strategies.none).plan(load_GE, config, cost)
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
     none_GS = jnp.zeros((num_ranks, 0), jnp.int32)
     plan = plan._replace(replica_expert=none_GS, parent=none_GS)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
-  # A buffer for every assignment of every rank, as on one rank, never needs a second round.
   num_rounds = None
-  if capacity < num_ranks * expert_index_TK.size:
+  if not one_round:
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
     num_rounds = mesh_max(route.num_rounds(plan, capacity), same_along=axis_name)
 
@@ -144,7 +145,8 @@ def measured_moe(
     to_varying(routing, axes),
   )
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
-  if futile:  # statistics have the slots of the configuration, whatever the number of tokens
+  # Statistics have the slots of the configuration, whatever the number of tokens.
+  if not plans and strategy.plan is not strategies.none.plan:
     empty_GS = jnp.full((num_ranks, config.replica_slots), -1, jnp.int32)
     plan = plan._replace(replica_expert=empty_GS, parent=empty_GS)
   measured = stats.measure(

@@ -88,7 +88,8 @@ def assert_legal_plan(plan: Plan, load_GE: Array, config: BalanceConfig) -> None
   """
   load = np.asarray(load_GE)
   num_ranks, num_experts = load.shape
-  slots_shape = (num_ranks, config.replica_slots)
+  slots = plan.replica_expert.shape[1]
+  slots_shape = (num_ranks, slots if config.replica_slots == "auto" else config.replica_slots)
   shapes = (slots_shape, (num_experts, num_ranks), slots_shape)
   for name, value, shape in zip(Plan._fields, plan, shapes, strict=True):
     _expect(value.shape == shape, f"{name}: expected shape {shape}, got {value.shape}")

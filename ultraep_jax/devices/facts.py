@@ -11,7 +11,8 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "peak": ("FLOP/s", "dense bf16"),
   "sms": ("", "streaming multiprocessors"),
   "shared_bytes": ("B", "shared memory of a thread block, at most"),
-  "memory_rate": ("B/s", "the device's own memory"),
+  "memory_bytes": ("B", "the device's own memory"),
+  "memory_rate": ("B/s", "the same"),
   "link_rate": ("B/s", "scale-up links, one direction"),
   "network_rate": ("B/s", "what a rank sends to other domains"),
   "domain_size": ("", "devices that scale-up links join, as machines are usually built"),
@@ -39,7 +40,7 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "outside": ("", "share of an ideal training step that is in no MoE layer"),
   "bubble": ("", "of what is outside, the share that grows with the layers' time"),
 }
-_COUNTS = ("sms", "shared_bytes", "domain_size")
+_COUNTS = ("sms", "shared_bytes", "memory_bytes", "domain_size")
 _OVER_LINKS = ("dispatch_rate", "combine_rate", "copy_rate", "reduce_rate")
 
 

@@ -1,10 +1,22 @@
-"""Whether a layer can need a second round at all, told from its sizes."""
+"""Replica slots, and whether a layer can need a second round at all, told from its sizes."""
 
 import math
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.exact import slots_that_suffice
 from ultraep_jax.planning.integers import simplest
+
+
+def num_slots(config: BalanceConfig, num_experts: int, num_ranks: int) -> int:
+  """S; ``replica_slots="auto"`` counts as what suffices for every load of a domain.
+
+  >>> num_slots(BalanceConfig(), 128, 8), num_slots(BalanceConfig(replica_slots=2), 128, 8)
+  (14, 2)
+  """
+  if config.replica_slots != "auto":
+    return config.replica_slots
+  domain = num_ranks if config.domain_size is None else config.domain_size
+  return slots_that_suffice(num_experts // num_ranks * domain, domain)
 
 
 def always_fits(
@@ -38,7 +50,7 @@ def always_fits(
     return True
   if config.domain_size not in (None, num_ranks) or capacity < assignments:
     return False
-  if config.replica_slots < slots_that_suffice(num_experts, num_ranks):
+  if num_slots(config, num_experts, num_ranks) < slots_that_suffice(num_experts, num_ranks):
     return False
   if config.strategy != "quota":
     return config.strategy == "exact"

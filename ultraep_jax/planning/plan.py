@@ -21,7 +21,7 @@ from ultraep_jax import implementation
 from ultraep_jax.checks import check_array, check_config
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.planning import exact
+from ultraep_jax.planning import exact, fit
 from ultraep_jax.planning.integers import INT32_MAX
 from ultraep_jax.planning.relay import transfer_tree
 from ultraep_jax.planning.search import Setup, best_placement
@@ -153,7 +153,7 @@ def check_load(load_GE: Array) -> None:
 def set_up(
   load_GE: Array, config: BalanceConfig, cost: PlanCost | None
 ) -> tuple[Setup, PlanCost | None]:
-  num_ranks, _ = load_GE.shape
+  num_ranks, num_experts = load_GE.shape
   domain_size = num_ranks if config.domain_size is None else config.domain_size
   if num_ranks % domain_size:
     raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {domain_size}")
@@ -161,7 +161,7 @@ def set_up(
     raise ValueError('cost: expected a PlanCost for objective="time", got None')
   setup = Setup(
     domain_size=domain_size,
-    num_slots=config.replica_slots,
+    num_slots=fit.num_slots(config, num_experts, num_ranks),
     min_tokens=config.min_tokens_per_replica,
     transfer=config.transfer,
     by_time=config.objective == "time",

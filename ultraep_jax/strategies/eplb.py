@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.plan import check_load, plan_slots
 from ultraep_jax.strategies import placement
 from ultraep_jax.types import Array, Plan, PlanCost
@@ -56,7 +57,7 @@ def init(num_experts: int, num_ranks: int, config: BalanceConfig) -> History:
   return History(
     load_E=jnp.zeros(num_experts, jnp.float32),
     age=jnp.int32(0),
-    replica_expert=jnp.full((num_ranks, config.replica_slots), -1, jnp.int32),
+    replica_expert=jnp.full((num_ranks, num_slots(config, num_experts, num_ranks)), -1, jnp.int32),
   )
 
 
@@ -91,18 +92,18 @@ def update(
     check_int("max_copies", max_copies, minimum=1)
   if not 0 < decay <= 1:
     raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
-  num_experts, (num_ranks, num_slots) = state.load_E.shape[0], state.replica_expert.shape
+  num_experts, (num_ranks, slots) = state.load_E.shape[0], state.replica_expert.shape
   if expert_load_E.shape[-1:] != (num_experts,):
     raise ValueError(f"expert_load_E: expected [..., {num_experts}], got {expert_load_E.shape}")
-  if num_slots != config.replica_slots:
-    raise ValueError(f"state: expected {config.replica_slots} slots, got {num_slots}")
+  if slots != (expected := num_slots(config, num_experts, num_ranks)):
+    raise ValueError(f"state: expected {expected} slots, got {slots}")
   domain_size = placement.domain_size_of(num_ranks, config.domain_size)
   seen_E = jnp.sum(expert_load_E.astype(jnp.float32).reshape(-1, num_experts), axis=0)
   load_E, age = state.load_E * decay + seen_E, state.age + 1
   place = functools.partial(
     placement.place_replicas,
     num_ranks=num_ranks,
-    num_slots=num_slots,
+    num_slots=slots,
     domain_size=domain_size,
     max_copies=max_copies,
   )
@@ -138,7 +139,7 @@ def check_history(state: History, load_GE: Array, config: BalanceConfig) -> tupl
   """
   check_load(load_GE)
   num_ranks, num_experts = load_GE.shape
-  expected = (num_experts,), (num_ranks, config.replica_slots)
+  expected = (num_experts,), (num_ranks, num_slots(config, num_experts, num_ranks))
   got = state.load_E.shape, state.replica_expert.shape
   if got != expected:
     raise ValueError(f"state: expected a history of shapes {expected}, got {got}")

@@ -7,6 +7,7 @@ serves an equal share, where the quota planner decides shares and places togethe
 import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.plan import check_load, plan_slots
 from ultraep_jax.strategies import placement
 from ultraep_jax.types import Array, Plan, PlanCost
@@ -26,12 +27,12 @@ def plan(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) ->
   """
   del cost
   check_load(load_GE)
-  num_ranks = load_GE.shape[0]
+  num_ranks, num_experts = load_GE.shape
   load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
   replica_expert_GS = placement.place_replicas(
     load_E.astype(jnp.float32),
     num_ranks=num_ranks,
-    num_slots=config.replica_slots,
+    num_slots=num_slots(config, num_experts, num_ranks),
     domain_size=placement.domain_size_of(num_ranks, config.domain_size),
   )
   expert_GS, tokens_GS = placement.split_evenly(load_E, replica_expert_GS)

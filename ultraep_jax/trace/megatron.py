@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.route import row_capacity, slot_sizes
 from ultraep_jax.trace import disk
@@ -125,7 +126,7 @@ def import_megatron(
     name=(source.resolve().name if name is None else name).encode(errors="replace").decode(),
     num_ranks=num_ranks,
     num_experts=num_experts,
-    replica_slots=config.replica_slots,
+    replica_slots=num_slots(config, num_experts, num_ranks),
     measured=False,
     config={"strategy": config.strategy, "objective": config.objective},
     metadata={

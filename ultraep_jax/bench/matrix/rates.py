@@ -1,8 +1,11 @@
 """The rates of the devices at hand, for the floor."""
 
 from ultraep_jax.bench.matrix.floor import Rates
+from ultraep_jax.devices import known
+from ultraep_jax.devices.device import Device
 
 
 def rates_here() -> Rates:
-  """Of the first device's kind."""
-  return Rates(790e12, 4.3e12, 350e9, 2.5e-6)
+  """By the data sheet of the devices at hand; devices without a description count as H200."""
+  device = known.resolve() or Device.load(known.NEAREST)
+  return Rates(device["peak"], device["memory_rate"], device["link_rate"], device["launch_seconds"])

@@ -1,0 +1,91 @@
+"""What a layer settles while it is traced, when its loads are not known: slots, buffers, rounds."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.devices import known
+from ultraep_jax.planning.cost import copy_bytes, layer_cost
+from ultraep_jax.planning.fit import always_fits, num_slots
+from ultraep_jax.planning.route import row_capacity
+from ultraep_jax.types import ExpertWeights, PlanCost
+
+_MEMORY_SHARE = 1 / 8  # of a device, for copies and their gradients by replica_slots="auto"
+_GRADIENT_BYTES = 4  # of a weight: gradients of copies are float32
+
+
+class Sizes(NamedTuple):
+  """Sizes of a layer's program.
+
+  Attributes:
+    config: the layer's, with ``replica_slots`` a number.
+    capacity: C, rows of a rank's buffer.
+    cost: what the planner weighs.
+    plans: whether any load of these sizes could be worth a plan; copies never leave a domain.
+    one_round: whether every load of these sizes fits the buffer: then the program has no loop over
+      rounds, and the host reads nothing.
+  """
+
+  config: BalanceConfig
+  capacity: int
+  cost: PlanCost
+  plans: bool
+  one_round: bool
+
+
+def settle(
+  config: BalanceConfig,
+  *,
+  tokens: int,
+  top_k: int,
+  num_ranks: int,
+  dtype: jnp.dtype,
+  weights: ExpertWeights,
+) -> Sizes:
+  """The sizes of a layer's program.
+
+  Args:
+    config: of the layer.
+    tokens: T, of a rank.
+    top_k: K.
+    num_ranks: G.
+    dtype: that the layer computes in.
+    weights: of a rank's home experts; their shapes count.
+  """
+  num_experts = weights.wo.shape[0] * num_ranks
+  token_bytes = weights.wo.shape[-1] * dtype.itemsize
+  capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
+  cost = layer_cost(dtype, weights, capacity, config)
+  plans = config.domain_size != 1 and num_ranks > 1
+  if config.strategy == "quota":
+    plans &= cost.can_gain(
+      config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
+    )
+  slots = _slots(config, num_experts, num_ranks, dtype, weights)
+  config = dataclasses.replace(config, replica_slots=slots)
+  one_round = always_fits(
+    config if plans else dataclasses.replace(config, strategy="none"),
+    num_experts=num_experts,
+    num_ranks=num_ranks,
+    assignments=tokens * top_k,
+    capacity=capacity,
+  )
+  return Sizes(config, capacity, cost.plan, plans, one_round)
+
+
+def _slots(
+  config: BalanceConfig,
+  num_experts: int,
+  num_ranks: int,
+  dtype: jnp.dtype,
+  weights: ExpertWeights,
+) -> int:
+  """S. Other strategies than ``"quota"`` need what they ask for, as their states may have it."""
+  slots = num_slots(config, num_experts, num_ranks)
+  device = known.resolve(config.device)
+  if config.replica_slots != "auto" or config.strategy != "quota" or device is None:
+    return slots
+  bytes_of_slot = copy_bytes(dtype, weights) + _GRADIENT_BYTES * weights.expert_size
+  return min(slots, max(int(_MEMORY_SHARE * device["memory_bytes"]) // bytes_of_slot, 1))
