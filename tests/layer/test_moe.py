@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from layer_problems import (
   EXPERTS,
+  QUICK,
   dense,
   layer,
   make_mesh,
@@ -28,8 +29,6 @@ from ultraep_jax.moe import home_rows
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
-# Compiled in half the time: a plan that takes no search, and room for all rows in one round.
-QUICK = dataclasses.replace(CONFIG, strategy=pile_up, capacity_factor=4.0)
 
 # What a program depends on. Each runs with all loads, with and without masked choices.
 FACTORS = {

@@ -6,24 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from layer_problems import (
+  QUICK,
   dense,
   layer,
   make_mesh,
   make_problem,
   output,
-  pile_up,
   relative_error,
   value_and_grads,
 )
 
-import ultraep_jax as uep
-
 pytestmark = pytest.mark.usefixtures("unoptimized")
-
-# Compiled in half the time: a plan that takes no search, and room for all rows in one round.
-CONFIG = uep.BalanceConfig(
-  replica_slots=2, objective="balance", strategy=pile_up, capacity_factor=4.0
-)
 
 
 @pytest.mark.parametrize("capacity_factor", [1.0, 4.0])
@@ -32,7 +25,7 @@ def test_bfloat16_is_as_close_as_its_rounding(capacity_factor):
   low = dataclasses.replace(
     exact, x=exact.x.astype(jnp.bfloat16), cotangent=exact.cotangent.astype(jnp.bfloat16)
   )
-  config = dataclasses.replace(CONFIG, capacity_factor=capacity_factor)
+  config = dataclasses.replace(QUICK, capacity_factor=capacity_factor)
   y, _, (x_grad, gate_grad, weight_grads) = value_and_grads(layer(low, config), low)
   rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low)
   rounded = dataclasses.replace(rounded, expert_index=low.expert_index)
@@ -50,7 +43,7 @@ def test_bfloat16_parameters_get_bfloat16_gradients_if_an_activation_computes_in
   def silu(h):
     return jax.nn.silu(h.astype(jnp.float32))
 
-  apply = layer(problem, CONFIG, activation=silu)
+  apply = layer(problem, QUICK, activation=silu)
   y, _, (x_grad, _, weight_grads) = value_and_grads(apply, problem)
   assert all(leaf.dtype == jnp.bfloat16 for leaf in (y, x_grad, *weight_grads))
 
@@ -60,7 +53,7 @@ def test_an_activation_with_a_traced_parameter_is_refused(differentiate):
   problem = make_problem(make_mesh(2))
 
   def loss(beta, x):
-    apply = layer(problem, CONFIG, activation=lambda h: h * jax.nn.sigmoid(beta * h))
+    apply = layer(problem, QUICK, activation=lambda h: h * jax.nn.sigmoid(beta * h))
     return jnp.sum(apply(x, problem.expert_index, problem.gate, problem.weights)[0])
 
   run = jax.grad(loss) if differentiate else loss
@@ -71,7 +64,7 @@ def test_an_activation_with_a_traced_parameter_is_refused(differentiate):
 def test_low_precision_gates_get_gradients_of_their_dtype():
   problem = make_problem(make_mesh(2))
   low = dataclasses.replace(problem, gate=problem.gate.astype(jnp.bfloat16))
-  _, _, (_, gate_grad, _) = value_and_grads(layer(low, CONFIG), low)
+  _, _, (_, gate_grad, _) = value_and_grads(layer(low, QUICK), low)
   exact = dataclasses.replace(problem, gate=low.gate.astype(jnp.float32))
   _, (_, expected, _) = dense(exact)
   assert gate_grad.dtype == jnp.bfloat16
@@ -82,7 +75,7 @@ def test_low_precision_gates_get_gradients_of_their_dtype():
 def test_every_integer_dtype_of_indices(dtype):
   problem = make_problem(make_mesh(2), experts=128)  # no int8
   problem = dataclasses.replace(problem, expert_index=problem.expert_index % 100)
-  apply = layer(problem, CONFIG)
+  apply = layer(problem, QUICK)
 
   def changed(first, dtype=jnp.int32):
     index = problem.expert_index if first is None else problem.expert_index.at[0, 0].set(first)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from layer_problems import (
+  QUICK,
   layer,
   make_mesh,
   make_problem,
   new_layer,
   output,
-  pile_up,
   value_and_grads,
 )
 
@@ -20,8 +20,6 @@ import ultraep_jax as uep
 from ultraep_jax.transport.block_exchange import BlockCrossing
 
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
-# Compiled in half the time: a plan that takes no search, and room for all rows in one round.
-QUICK = dataclasses.replace(CONFIG, strategy=pile_up, capacity_factor=4.0)
 EXACT = dataclasses.replace(QUICK, strategy="exact")  # the plan depends on the loads
 
 

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layer_problems import dense, make_mesh, make_problem, on_mesh, relative_error, value_and_grads
+from layer_problems import (
+  QUICK,
+  dense,
+  make_mesh,
+  make_problem,
+  on_mesh,
+  relative_error,
+  value_and_grads,
+)
 
 import ultraep_jax as uep
 from ultraep_jax.testing import dense_moe
@@ -19,7 +27,7 @@ CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance")
 
 def check(problem, **kwargs):
   def apply(x, expert_index, gate, weights):
-    return uep.sharded_moe(x, expert_index, gate, weights, config=CONFIG, **kwargs)
+    return uep.sharded_moe(x, expert_index, gate, weights, config=QUICK, **kwargs)
 
   y, stats, grads = value_and_grads(apply, problem)
   expected_y, expected = dense(problem)
@@ -73,7 +81,7 @@ def test_inside_a_shard_map_over_another_axis():
 
   def local(x, expert_index, gate, weights):
     args = jax.tree.map(lambda leaf: leaf[0], (x, expert_index, gate, weights))
-    return uep.moe(*args, config=CONFIG)[0][None]
+    return uep.moe(*args, config=QUICK)[0][None]
 
   spec = P("stage", "expert")
   y = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec))(*stacked)
@@ -97,12 +105,12 @@ def test_leading_axes_are_kept():
       fold(problem.expert_index),
       fold(problem.gate),
       problem.weights,
-      config=CONFIG,
+      config=QUICK,
     )
     flat, _ = uep.sharded_moe(
-      problem.x, problem.expert_index, problem.gate, problem.weights, config=CONFIG
+      problem.x, problem.expert_index, problem.gate, problem.weights, config=QUICK
     )
-  assert y.shape == (8, 6, problem.x.shape[-1])
+  assert y.shape == (16, 6, problem.x.shape[-1])
   y, flat = jax.device_get((y, flat))
   chex.assert_trees_all_close(y.reshape(flat.shape), flat, rtol=1e-5, atol=1e-6)
 
