@@ -10,6 +10,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
   )
+# XLA splits a program to compile its parts side by side, which costs more; each core has a worker.
+if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
+  os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 os.environ.update(kept_programs.settings())
 
 import hypothesis
@@ -39,3 +42,12 @@ def forget_compiled_programs() -> Iterator[None]:
   """
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def unoptimized() -> Iterator[None]:
+  """Compiles a module's programs faster; for modules that assert nothing about programs or bits."""
+  optimized = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", optimized)

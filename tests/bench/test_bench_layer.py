@@ -22,15 +22,9 @@ from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.strategies import eplb
 from ultraep_jax.types import ExpertWeights
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 FLAGS = "--shapes qwen3-235b --scale 128 --ranks 2 --experts 8 --top-k 2 --tokens 64 --steps 2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  optimized = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", optimized)
 
 
 def arguments(**changes) -> argparse.Namespace:

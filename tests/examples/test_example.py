@@ -28,7 +28,7 @@ EXPERT_SHAPES = {"wi_gate": (4, 16, 32), "wi_up": (4, 16, 32), "wo": (4, 32, 16)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def surroundings():
+def surroundings(unoptimized):
   """Compiles each setting once and quickly. Adam of optax takes the power of a float to an int."""
 
   def training_of(settings: Settings) -> Training:
@@ -36,12 +36,9 @@ def surroundings():
     return training._replace(state=jax.tree.map(jnp.copy, training.state))
 
   compiled = functools.cache(train_tiny_moe.make_training)
-  optimized = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
   with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
     patch.setattr(train_tiny_moe, "make_training", training_of)
     yield
-  jax.config.update("jax_disable_most_optimizations", optimized)
 
 
 def losses(results) -> list[float]:

@@ -23,12 +23,10 @@ def one_side(diff: str, sign: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def scopes():
+def scopes(unoptimized):
   """The names that the page's code defines, before the changes and after."""
   before: dict[str, Any] = {"__name__": "before"}
   after: dict[str, Any] = {"__name__": "after"}
-  optimized = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
   mesh = jax.make_mesh((1,), ("none",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
   with jax.set_mesh(mesh):  # restores what was set before the page's code sets its own
     for language, block in BLOCKS:
@@ -37,7 +35,6 @@ def scopes():
         block = one_side(block, "+")
       exec(block, after)
     yield before, after
-  jax.config.update("jax_disable_most_optimizations", optimized)
 
 
 def test_page_has_both_kinds_of_code():

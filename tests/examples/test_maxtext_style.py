@@ -16,16 +16,10 @@ from maxtext_style.exchange import exchange_rows
 
 import ultraep_jax as uep
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 CONFIG = Config(base_emb_dim=8, base_moe_mlp_dim=12, num_experts=8)
 BALANCE = uep.BalanceConfig(replica_slots=4, objective="balance")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  optimized = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", optimized)
 
 
 def paths(tree):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
-from test_moe import make_mesh
+from layer_problems import make_mesh
 
 import ultraep_jax as uep
 from pallas_kernels import tunings

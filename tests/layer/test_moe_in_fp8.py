@@ -9,28 +9,18 @@ import numpy as np
 import pytest
 from assignments import mesh, random_routes
 from jax.sharding import PartitionSpec as P
-from test_moe import (
-  dense,
-  layer,
-  make_mesh,
-  make_problem,
-  relative_error,
-  value_and_grads,
-)
-from test_wire import rounded
+from layer_problems import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+from wire_rounding import on_rounded_tokens, rounded
 
 import ultraep_jax as uep
 from ultraep_jax.transport import block_exchange
 from ultraep_jax.types import Routes
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 CONFIG = uep.BalanceConfig(
   replica_slots=1, objective="balance", implementation="portable", dispatch_dtype="float8_e4m3fn"
 )
-
-
-def on_rounded_tokens(problem):
-  """The problem whose dense output and gradients the layer's are: the rounding's slope is 1."""
-  return dataclasses.replace(problem, x=jnp.asarray(rounded(problem.x)[0], problem.x.dtype))
 
 
 CASES = {
@@ -89,7 +79,7 @@ def layer_vjp(problem, config):
 
 
 def test_only_tokens_cross_in_fp8_and_residuals_stay_in_the_compute_dtype():
-  problem = make_problem(make_mesh(4), top_k=3, width=136, dtype=jnp.bfloat16)
+  problem = make_problem(make_mesh(4), tokens=48, experts=8, top_k=3, width=136, dtype=jnp.bfloat16)
   whole = dataclasses.replace(CONFIG, capacity_factor=4.0)  # one round of one step
   plain, (plain_residuals, _) = layer_vjp(problem, dataclasses.replace(whole, dispatch_dtype=None))
   fp8, (residuals, grads) = layer_vjp(problem, whole)

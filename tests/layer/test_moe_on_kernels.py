@@ -9,10 +9,11 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import pytest
+from layer_problems import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+from model_layers import SHAPES, gradients, model_arguments
 from mosaic_interpret import interpreted
 from programs import LAYER, PLANNING, equations, kernel_names, kernels
-from test_moe import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
-from test_moe_in_fp8 import on_rounded_tokens
+from wire_rounding import on_rounded_tokens
 
 import ultraep_jax as uep
 from pallas_kernels.transfer import chunks, combine, tiles
@@ -59,7 +60,10 @@ def small_kernels(monkeypatch):
   ids=["one axis", "relay", "two axes", "rounds", "domains", "fp8"],
 )
 def test_equals_dense(ranks, data, changes, small_kernels):
-  problem = make_problem(make_mesh(ranks, data), tokens=8, width=176, load="skewed", masked=True)
+  mesh = make_mesh(ranks, data)
+  problem = make_problem(
+    mesh, tokens=8 * mesh.size, experts=2 * ranks, width=176, load="skewed", masked=True
+  )
   config = dataclasses.replace(CONFIG, **changes)
   with interpreted():
     y, stats, grads = jax.block_until_ready(value_and_grads(layer(problem, config), problem))
@@ -69,39 +73,6 @@ def test_equals_dense(ranks, data, changes, small_kernels):
     assert int(jnp.sum(stats.replicas)) > 0
   else:
     assert int(jnp.max(stats.rounds)) > 1
-
-
-SHAPES = {
-  "qwen3-235b": (8192, 4096, 1536),
-  "glm4.5-106b": (8192, 4096, 1408),
-  "deepseek-v3": (8192, 7168, 2048),
-  "gpt-oss-120b": (8192, 2880, 2880),
-  "one token": (1, 448, 64),
-}
-
-
-def model_arguments(name, mesh):
-  """Shapes of a layer of 64 experts: tokens, choices, gates and weights."""
-  tokens, width, inner = SHAPES[name]
-  total = tokens * mesh.size
-
-  def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-  up, down = shape(64, width, inner), shape(64, inner, width)
-  index, gate = shape(total, 8, dtype=jnp.int32), shape(total, 8, dtype=jnp.float32)
-  return shape(total, width), index, gate, uep.ExpertWeights(up, up, down)
-
-
-def gradients(apply):
-  def loss(x, gate, weights, index):
-    y, stats = apply(x, index, gate, weights)
-    return jnp.sum(y.astype(jnp.float32)), stats
-
-  def grads(x, index, gate, weights):
-    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights, index)
-
-  return jax.jit(grads)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +246,7 @@ def test_the_last_reason_is_raised():
 
 
 def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
-  problem = make_problem(make_mesh(4), width=136)
+  problem = make_problem(make_mesh(4), tokens=48, experts=8, width=136)
   config = dataclasses.replace(CONFIG, implementation="auto", dispatch_dtype="float8_e4m3fn")
   args = problem.x, problem.expert_index, problem.gate, problem.weights
   with caplog.at_level("DEBUG", logger="ultraep_jax"), jax.set_mesh(problem.mesh):

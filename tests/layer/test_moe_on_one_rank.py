@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic_gpu
+from layer_problems import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+from model_layers import gradients, model_arguments
 from programs import FORWARD, LAYER, kernel_names
-from test_moe import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
-from test_moe_on_kernels import CONFIG, gradients, model_arguments
 
 import ultraep_jax as uep
 
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", implementation="mosaic_gpu")
 CASES = {
   "default": {},
   "two groups": {},
@@ -31,7 +32,7 @@ CASES = {
 def test_lowers_for_one_gpu(case, available, monkeypatch):
   monkeypatch.setattr(mosaic_gpu, "is_single_process_multi_device_topology", lambda: False)
   monkeypatch.setattr(mosaic_gpu, "is_nvshmem_available", lambda: available)
-  config = dataclasses.replace(CONFIG, **{"replica_slots": 2, **CASES[case]})
+  config = dataclasses.replace(CONFIG, **CASES[case])
   mesh = make_mesh(1, data=2 if case == "two groups" else 1)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config)

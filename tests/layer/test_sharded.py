@@ -1,7 +1,5 @@
 """The layer on global arrays: mesh kinds, extra axes, leading shapes, statistics by group."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,27 +7,30 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_moe import make_mesh, make_problem, relative_error, value_and_grads
+from layer_problems import (
+  QUICK,
+  dense,
+  make_mesh,
+  make_problem,
+  on_mesh,
+  relative_error,
+  value_and_grads,
+)
 
 import ultraep_jax as uep
 from ultraep_jax.testing import dense_moe
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance")
-
-
-def on_one_device(problem):
-  local = jax.tree.map(jnp.asarray, jax.device_get(problem))
-  return dataclasses.replace(local, mesh=make_mesh(1))
 
 
 def check(problem, **kwargs):
   def apply(x, expert_index, gate, weights):
-    return uep.sharded_moe(x, expert_index, gate, weights, config=CONFIG, **kwargs)
+    return uep.sharded_moe(x, expert_index, gate, weights, config=QUICK, **kwargs)
 
   y, stats, grads = value_and_grads(apply, problem)
-  expected_y, _, expected = value_and_grads(
-    lambda *args: (dense_moe(*args), None), on_one_device(problem)
-  )
+  expected_y, expected = dense(problem)
   assert relative_error(y, expected_y) <= 1e-5
   assert relative_error(grads, expected) <= 1e-5
   return y, stats
@@ -42,7 +43,7 @@ def test_data_axis_makes_token_groups(kind):
   assert y.sharding.is_equivalent_to(NamedSharding(problem.mesh, P(("data", "expert"))), y.ndim)
   assert stats.load_after_G.shape == (2, 4)
   halves = np.asarray(problem.expert_index).reshape(2, -1)
-  expected = [np.bincount(half, minlength=8) for half in halves]
+  expected = [np.bincount(half, minlength=16) for half in halves]
   np.testing.assert_array_equal(stats.expert_load_E, expected)
 
 
@@ -57,18 +58,7 @@ def test_arrays_with_another_sharding_are_moved(kind):
 def test_replicated_over_another_axis(kind):
   """A tensor axis beside the experts': the layer runs on each of its positions alike."""
   mesh = jax.make_mesh((2, 4), ("tensor", "expert"), axis_types=(kind, kind))
-  problem = make_problem(make_mesh(4))
-  by_token, by_expert = NamedSharding(mesh, P("expert")), NamedSharding(mesh, P("expert"))
-  local = jax.device_get(problem)
-  problem = dataclasses.replace(
-    local,
-    mesh=mesh,
-    x=jax.device_put(local.x, by_token),
-    expert_index=jax.device_put(local.expert_index, by_token),
-    gate=jax.device_put(local.gate, by_token),
-    weights=jax.device_put(local.weights, by_expert),
-    cotangent=jax.device_put(local.cotangent, by_token),
-  )
+  problem = on_mesh(make_problem(make_mesh(4)), mesh, P("expert"))
   _, stats = check(problem)
   assert stats.load_after_G.shape == (1, 4)
 
@@ -91,7 +81,7 @@ def test_inside_a_shard_map_over_another_axis():
 
   def local(x, expert_index, gate, weights):
     args = jax.tree.map(lambda leaf: leaf[0], (x, expert_index, gate, weights))
-    return uep.moe(*args, config=CONFIG)[0][None]
+    return uep.moe(*args, config=QUICK)[0][None]
 
   spec = P("stage", "expert")
   y = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec))(*stacked)
@@ -104,10 +94,10 @@ def test_inside_a_shard_map_over_another_axis():
 
 
 def test_leading_axes_are_kept():
-  problem = make_problem(make_mesh(4), tokens=12)
+  problem = make_problem(make_mesh(4))
 
   def fold(leaf):
-    return jnp.asarray(jax.device_get(leaf)).reshape(8, 6, leaf.shape[-1])
+    return jnp.asarray(jax.device_get(leaf)).reshape(16, 6, leaf.shape[-1])
 
   with jax.set_mesh(problem.mesh):
     y, _ = uep.sharded_moe(
@@ -115,12 +105,12 @@ def test_leading_axes_are_kept():
       fold(problem.expert_index),
       fold(problem.gate),
       problem.weights,
-      config=CONFIG,
+      config=QUICK,
     )
     flat, _ = uep.sharded_moe(
-      problem.x, problem.expert_index, problem.gate, problem.weights, config=CONFIG
+      problem.x, problem.expert_index, problem.gate, problem.weights, config=QUICK
     )
-  assert y.shape == (8, 6, problem.x.shape[-1])
+  assert y.shape == (16, 6, problem.x.shape[-1])
   y, flat = jax.device_get((y, flat))
   chex.assert_trees_all_close(y.reshape(flat.shape), flat, rtol=1e-5, atol=1e-6)
 
@@ -136,7 +126,7 @@ def test_scalars_are_flat_float32_and_true():
   index = np.asarray(problem.expert_index).reshape(2, -1)
   before = 0.0
   for group in index:
-    load = np.bincount(group[group >= 0] // 2, minlength=4)
+    load = np.bincount(group[group >= 0] // 4, minlength=4)
     before = max(before, load.max() / load.mean())
   assert scalars["moe/imbalance_before"] == pytest.approx(before, rel=1e-6)
   after = np.asarray(stats.load_after_G)

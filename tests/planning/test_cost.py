@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_moe import make_mesh
+from layer_problems import make_mesh
 
 import ultraep_jax as uep
 from ultraep_jax.devices.device import Device

@@ -8,40 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from wire_rounding import e4m3_numbers, rounded
 
 from ultraep_jax.transport import wire
 
 FP8 = "float8_e4m3fn"
 TOKENS, WIDTH = 8, 200  # a whole block and a part of one
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def e4m3_numbers():
-  """All numbers of e4m3 that are not negative, from its definition; index: its bits."""
-  exponent, mantissa = np.divmod(np.arange(127), 8)  # 127 is NaN
-  subnormal = mantissa * 2.0**-9
-  return np.where(exponent == 0, subnormal, (8 + mantissa) * 2.0 ** (exponent - 10))
-
-
-def to_e4m3(x):
-  """Bits of the nearest e4m3 number of a magnitude, the even one of two that are as near."""
-  numbers = e4m3_numbers()
-  distance = np.abs(x[..., None].astype(np.float64) - numbers)
-  odd = np.arange(127) % 2
-  return np.lexsort((np.broadcast_to(odd, distance.shape), distance), axis=-1)[..., 0]
-
-
-def rounded(x):
-  """The float32 value of every element after the crossing, and the scale of its block."""
-  x = np.asarray(x).astype(np.float32)
-  value, scale = np.zeros_like(x), np.zeros_like(x)
-  for start in range(0, x.shape[1], 128):
-    part = np.s_[:, start : start + 128]
-    largest = np.abs(x[part]).max(axis=1, keepdims=True)
-    scale[part] = np.maximum(largest * np.float32(1 / 448), np.float32(2.0**-116))
-    nearest = e4m3_numbers()[to_e4m3(np.abs(x[part]) * (1 / scale[part]))].astype(np.float32)
-    value[part] = np.copysign(nearest, x[part]) * scale[part]
-  return value, scale
 
 
 @functools.partial(jax.jit, static_argnums=1)

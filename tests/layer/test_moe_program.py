@@ -1,0 +1,83 @@
+"""What the layer's program keeps, computes again, and in which order it exchanges."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+from layer_problems import EXPERTS, INNER, WIDTH, layer, make_mesh, make_problem, pile_up
+from programs import unordered_loops
+
+import ultraep_jax as uep
+
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
+
+
+def test_no_residual_holds_replica_weights():
+  problem = make_problem(make_mesh(4))
+  config = dataclasses.replace(CONFIG, replica_slots=3)
+
+  def residuals(x, weights):
+    _, vjp = jax.vjp(
+      lambda x, weights: layer(problem, config)(x, problem.expert_index, problem.gate, weights)[0],
+      x,
+      weights,
+    )
+    return jax.tree.leaves(vjp)
+
+  with jax.set_mesh(problem.mesh):
+    kept = jax.eval_shape(residuals, problem.x, problem.weights)
+  matrices = {(WIDTH, INNER), (INNER, WIDTH)}
+  held = [leaf.shape for leaf in kept if leaf.shape[-2:] in matrices and leaf.ndim == 3]
+  assert held, "the parameters are residuals"
+  assert all(shape[0] == EXPERTS for shape in held), held  # the parameters and nothing else
+
+
+def count(text: str, primitive: str) -> int:
+  return len(re.findall(rf"= {primitive}\w*\[", text))
+
+
+def test_saved_names_spare_backward_the_second_dispatch():
+  problem = make_problem(make_mesh(4))
+  config = dataclasses.replace(CONFIG, capacity_factor=4.0)
+
+  def exchanges(policy):
+    apply = jax.checkpoint(layer(problem, config), policy=policy)
+
+    def loss(x, gate, weights):
+      return jnp.sum(apply(x, problem.expert_index, gate, weights)[0])
+
+    with jax.set_mesh(problem.mesh):
+      jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(
+        problem.x, problem.gate, problem.weights
+      )
+    text = str(jaxpr)
+    return [count(text, name) for name in ("all_to_all", "all_gather", "ppermute", "dot_general")]
+
+  policies = jax.checkpoint_policies
+  nothing = exchanges(policies.nothing_saveable)
+  named = exchanges(policies.save_only_these_names(*uep.REMAT_NAMES))
+  everything = exchanges(policies.everything_saveable)
+  assert named == everything
+  assert all(many > few for many, few in zip(nothing, named, strict=True)), (nothing, named)
+
+
+def test_exchanges_wait_for_loops_of_others():
+  """XLA:CPU would run them side by side, in another order on each rank."""
+  problem = make_problem(make_mesh(4))
+  run = layer(problem, uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, strategy=pile_up))
+
+  @jax.checkpoint
+  def outputs(*args):
+    return run(*args)[0]
+
+  def loss(x, gate, weights):
+    return jnp.sum(outputs(x, problem.expert_index, gate, weights) * problem.cotangent)
+
+  args = problem.x, problem.gate, problem.weights
+  with jax.set_mesh(problem.mesh):
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
+  text = compiled.as_text()
+  for opcode in ("all-to-all", "collective-permute"):
+    assert text.count(f" {opcode}(") > 8
+    assert not list(unordered_loops(text, opcode))
