@@ -1,6 +1,5 @@
 """The project as a whole: public names, documents, the wheel."""
 
-import ast
 import importlib
 import os
 import pathlib
