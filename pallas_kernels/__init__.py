@@ -3,4 +3,89 @@
 They import jax only and know nothing of ``ultraep_jax``, whose operations use them where they run
 (``implementation="mosaic_gpu"``). Each equals the portable form of its operation, bit for bit
 where integers or copies are concerned, but leaves unused rows and slots unwritten.
+
+The names here are public, all else is private. A module is imported when a name of it is first
+used, as most load Mosaic, which takes longer than all of ``ultraep_jax``.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from pallas_kernels.matmul.gated import gated_beside, gated_matmul
+  from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
+  from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
+  from pallas_kernels.planner.quota import plan_quota
+  from pallas_kernels.routing.block import RoutingTuning
+  from pallas_kernels.routing.rows import route_rows
+  from pallas_kernels.routing.top_k import top_k
+  from pallas_kernels.support import check_mesh, why_unsupported
+  from pallas_kernels.transfer.combine import check_sizes, combine
+  from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+  from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
+  from pallas_kernels.transfer.replicate import replicate, replication
+  from pallas_kernels.transfer.scales import SCALED, num_scales
+  from pallas_kernels.transfer.tiles import Transfer
+  from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
+  from pallas_kernels.tunings import UNTUNED, Tunings
+
+__all__ = [
+  "COMBINING",
+  "SCALED",
+  "UNTUNED",
+  "ExchangeTuning",
+  "RoutingTuning",
+  "Transfer",
+  "TransferTuning",
+  "Tunings",
+  "check_mesh",
+  "check_sizes",
+  "combine",
+  "dispatch",
+  "dispatch_scaled",
+  "gated_beside",
+  "gated_matmul",
+  "grouped_matmul",
+  "grouped_matmul_sum",
+  "grouped_matmul_wgrad",
+  "num_scales",
+  "plan_quota",
+  "reduce_replicas",
+  "reduction",
+  "replicate",
+  "replication",
+  "route_rows",
+  "sum_beside",
+  "top_k",
+  "wgrad_beside",
+  "why_unsupported",
+]
+_MODULES = {
+  "matmul.gated": ("gated_beside", "gated_matmul"),
+  "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
+  "matmul.wgrad": ("grouped_matmul_wgrad", "wgrad_beside"),
+  "planner.quota": ("plan_quota",),
+  "routing.block": ("RoutingTuning",),
+  "routing.rows": ("route_rows",),
+  "routing.top_k": ("top_k",),
+  "support": ("check_mesh", "why_unsupported"),
+  "transfer.combine": ("check_sizes", "combine"),
+  "transfer.dispatch": ("dispatch", "dispatch_scaled"),
+  "transfer.reduce_replicas": ("reduce_replicas", "reduction"),
+  "transfer.replicate": ("replicate", "replication"),
+  "transfer.scales": ("SCALED", "num_scales"),
+  "transfer.tiles": ("Transfer",),
+  "transfer.tuning": ("COMBINING", "ExchangeTuning", "TransferTuning"),
+  "tunings": ("UNTUNED", "Tunings"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULE_OF:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+  return __all__

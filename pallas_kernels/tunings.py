@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.transfer import chunks, tiles
+from pallas_kernels.matmul import layout
+from pallas_kernels.transfer.tuning import SHARED_BYTES, ExchangeTuning, TransferTuning
 
-Tuning = layout.Tuning | tiles.Tuning
+Tuning = layout.Tuning | TransferTuning
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 
@@ -30,8 +30,8 @@ class Operation:
 
 _MATMUL = Operation(layout.Tuning, ("contracted", "columns"))
 _WGRAD = Operation(layout.Tuning, ("rows", "columns"))  # of a slot's gradient
-_EXCHANGE = Operation(chunks.Tuning, ("token bytes",))
-_TRANSFER = Operation(tiles.Tuning, ("expert bytes",))
+_EXCHANGE = Operation(ExchangeTuning, ("token bytes",))
+_TRANSFER = Operation(TransferTuning, ("expert bytes",))
 OPERATIONS: Mapping[str, Operation] = {
   "forward": _MATMUL,
   "gated": _MATMUL,  # and keeps the projections
@@ -195,23 +195,22 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
     if operation.endswith("beside") and tuning.cluster > 1:
       raise ValueError(f"cluster: expected 1 for {operation!r}, got {tuning.cluster}")
     shared = tuning.ring_bytes + tuning.store_bytes
-    if shared > tiles.SHARED_BYTES:
+    if shared > SHARED_BYTES:
       raise ValueError(
-        f"stages, buffers: expected at most {tiles.SHARED_BYTES} shared bytes for {operation!r}, "
+        f"stages, buffers: expected at most {SHARED_BYTES} shared bytes for {operation!r}, "
         f"got {shared}"
       )
     return
   beside = operation in ("copying", "reducing")
-  if beside and tuning.workers != pipeline.WARPGROUPS:
+  if beside and tuning.workers != layout.WARPGROUPS:
     raise ValueError(
-      f"workers: expected {pipeline.WARPGROUPS} for {operation!r}, got {tuning.workers}"
+      f"workers: expected {layout.WARPGROUPS} for {operation!r}, got {tuning.workers}"
     )
   if operation in ("reduce", "reducing"):
     shared = 2 * tuning.workers * tuning.tile_bytes
-    if shared > tiles.SHARED_BYTES:
+    if shared > SHARED_BYTES:
       raise ValueError(
-        f"2 * workers * tile_bytes: expected at most {tiles.SHARED_BYTES} for {operation!r}, "
-        f"got {shared}"
+        f"2 * workers * tile_bytes: expected at most {SHARED_BYTES} for {operation!r}, got {shared}"
       )
 
 

@@ -5,25 +5,19 @@ Every command has its own --help. The exit status is 0 if all went well, 1 if so
 """
 
 import argparse
+import ast
+import importlib
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
-from ultraep_jax.commands import bench, demo, doctor, paper, plan, simulate, trace, view
+import ultraep_jax.commands
 from ultraep_jax.commands.errors import CommandError
 
-# By name; the first line of a module's docstring stands in the list of commands.
-COMMANDS: dict[str, ModuleType] = {
-  "demo": demo,
-  "plan": plan,
-  "trace": trace,
-  "view": view,
-  "simulate": simulate,
-  "paper": paper,
-  "bench": bench,
-  "doctor": doctor,
-}
+# Modules of ``ultraep_jax.commands``, imported when chosen.
+COMMANDS = ("demo", "plan", "trace", "view", "simulate", "paper", "bench", "doctor")
+_PROGRAM = "python -m ultraep_jax"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   Args:
     argv: arguments after the program's name; ``None`` takes them from ``sys.argv``.
   """
-  parser = make_parser()
-  args, rest = parser.parse_known_args(argv)
-  command = COMMANDS[args.command]
-  if getattr(command, "PASSES_ARGUMENTS_ON", False):
+  argv = sys.argv[1:] if argv is None else argv
+  name = make_parser().parse_args(argv[:1]).command
+  command = importlib.import_module(f"{ultraep_jax.commands.__name__}.{name}")
+  # A program that gets its arguments passed on has its own --help.
+  passes_on = getattr(command, "PASSES_ARGUMENTS_ON", False)
+  parser = argparse.ArgumentParser(
+    prog=f"{_PROGRAM} {name}",
+    description=command.__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    add_help=not passes_on,
+  )
+  command.add_arguments(parser)
+  args, rest = parser.parse_known_args(argv[1:])
+  if passes_on:
     args.rest = rest
   elif rest:
     parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     return status
   except CommandError as error:
-    print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+    print(f"{parser.prog}: {error}", file=sys.stderr)
     return 1
   except BrokenPipeError:  # the reader of a pipe had enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -54,22 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The parser of all commands."""
+  """The parser of a command's name."""
   parser = argparse.ArgumentParser(
-    prog="python -m ultraep_jax",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
+    prog=_PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-  for name, module in COMMANDS.items():
-    text = module.__doc__ or ""
-    command = commands.add_parser(
-      name,
-      help=text.splitlines()[0],
-      description=text,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      # A program that gets its arguments passed on has its own --help.
-      add_help=not getattr(module, "PASSES_ARGUMENTS_ON", False),
-    )
-    module.add_arguments(command)
+  for name in COMMANDS:
+    commands.add_parser(name, help=_summary(name), add_help=False)
   return parser
+
+
+def _summary(name: str) -> str:
+  """The first line of a command's module, which is read and not imported."""
+  path = pathlib.Path(*ultraep_jax.commands.__path__, name).with_suffix(".py")
+  return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]

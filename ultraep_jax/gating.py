@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.top_k import top_k
+import pallas_kernels as kernels
 from ultraep_jax import implementation as implementation_lib
 from ultraep_jax.config import Implementation, check_choice, check_int
 from ultraep_jax.implementation import Implementations, first_that_can
@@ -240,7 +240,7 @@ def _best_on_gpu(score: Array, count: int) -> Array:
 
   @jax.custom_batching.custom_vmap
   def best(score: Array) -> Array:
-    index = top_k(score.reshape(-1, score.shape[-1]), count)
+    index = kernels.top_k(score.reshape(-1, score.shape[-1]), count)
     return index.reshape(*score.shape[:-1], count)
 
   # Whatever is mapped over is one more axis of rows.

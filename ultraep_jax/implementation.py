@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from pallas_kernels import support
-from pallas_kernels.tunings import UNTUNED, Tunings
+import pallas_kernels as kernels
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import Implementation
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
@@ -39,7 +39,7 @@ def why_portable() -> str | None:
   device = jax.sharding.get_abstract_mesh().abstract_device
   if device is not None and device.platform != "gpu":
     return f"the kernels need NVIDIA GPUs, these are {[device.device_kind]}"
-  return support.why_unsupported(jax.devices())
+  return kernels.why_unsupported(jax.devices())
 
 
 def resolve_tunings(device: Device | None, implementations: Implementations) -> Tunings:

@@ -158,7 +158,8 @@ def _add_up(count_GX: Array) -> tuple[Array, Array, Array, Array]:
   """Over the ranks: assignments that went to each; masked, invalid and remote ones."""
   sent_GG = count_GX[..., :-2]
   own_GG = jnp.expand_dims(jnp.eye(sent_GG.shape[-1], dtype=jnp.bool_), range(sent_GG.ndim - 2))
-  remote_G1 = jnp.sum(sent_GG, axis=-1, keepdims=True, where=~own_GG)
-  # All in one sum, which is a collective where ranks hold their own counts.
-  sum_X = jnp.sum(jnp.concatenate([count_GX, remote_G1], axis=-1), axis=-2, dtype=jnp.int32)
-  return sum_X[..., :-3], sum_X[..., -3], sum_X[..., -2], sum_X[..., -1]
+  # Two sums, in one collective where ranks hold their own counts. Explicit meshes of one rank do
+  # not let them be concatenated before.
+  remote = jnp.sum(sent_GG, axis=(-2, -1), dtype=jnp.int32, where=~own_GG)
+  sum_X = jnp.sum(count_GX, axis=-2, dtype=jnp.int32)
+  return sum_X[..., :-2], sum_X[..., -2], sum_X[..., -1], remote

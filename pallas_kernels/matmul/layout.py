@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer.tuning import SHARED_BYTES, check_positive
 
 Array = jax.Array
 
 UNIT = 64  # of all widths: 128 bytes of bfloat16, the widest swizzle
 DEPTH = UNIT  # contracted per stage
 MULTIPLYING = 2  # warpgroups of a block
+WARPGROUPS = MULTIPLYING + 1  # with the one that loads
 _WIDEST = 256  # columns of a tile of one weight: of one instruction
 _SMS = 132  # of an H100 or H200
 _BLOCKS_BESIDE = 7 * _SMS  # see ``make_room``
@@ -81,7 +82,7 @@ class Tuning:
   def __post_init__(self) -> None:
     if self.schedule not in get_args(Schedule):
       raise ValueError(f"schedule: expected one of {get_args(Schedule)}, got {self.schedule!r}")
-    tiles.check_positive(self, "stages", "buffers", "band", "blocks", "cluster")
+    check_positive(self, "stages", "buffers", "band", "blocks", "cluster")
     self._check_tile()
     if not isinstance(self.auto_barriers, bool):
       raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
@@ -93,15 +94,15 @@ class Tuning:
       raise ValueError(f"cluster: expected a divisor of {_SMS}, got {self.cluster}")
     if self.band < _WIDEST * self.cluster:
       raise ValueError(f"band: expected at least {_WIDEST * self.cluster}, got {self.band}")
-    if self.ring_bytes > tiles.SHARED_BYTES:
+    if self.ring_bytes > SHARED_BYTES:
       raise ValueError(
-        f"stages: expected at most {tiles.SHARED_BYTES} shared bytes, got {self.ring_bytes}"
+        f"stages: expected at most {SHARED_BYTES} shared bytes, got {self.ring_bytes}"
       )
 
   def _check_tile(self) -> None:
     if self.rows is None and self.cols is None:
       return
-    tiles.check_positive(self, "rows", "cols")
+    check_positive(self, "rows", "cols")
     (rows, cols), most = self._largest, self.strips * _MOST_SUMS[self.schedule]
     if rows % (UNIT * self.strips) or cols % UNIT or rows * cols > most:
       raise ValueError(

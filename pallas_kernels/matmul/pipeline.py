@@ -15,14 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
-from pallas_kernels.matmul.layout import MULTIPLYING, Array, Tile, Tuning, share
+from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, Array, Tile, Tuning, share
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
 Scalars = tuple[Array, ...]
 
-WARPGROUPS = MULTIPLYING + 1  # with the one that loads
 _BLOCK_AXIS, _CLUSTER_AXIS, _GROUP_AXIS = tiles.BLOCK_AXIS, "cluster", tiles.WORKER_AXIS
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer.tuning import check_positive
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.scatter import put_at
 from pallas_kernels.warp.warps import LANES, THREADS, ones, thread_index
@@ -20,7 +20,7 @@ CLUSTER_AXIS, PEER_AXIS, GROUP_AXIS = "route_cluster", "route_peer", "route_grou
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
+class RoutingTuning:
   """How the work is laid out; no choice changes a result.
 
   Attributes:
@@ -38,7 +38,7 @@ class Tuning:
   prefetch: int = 16
 
   def __post_init__(self) -> None:
-    tiles.check_positive(self, "groups", "peers", "clusters", "most_pieces", "prefetch")
+    check_positive(self, "groups", "peers", "clusters", "most_pieces", "prefetch")
     for name in ("groups", "peers"):
       if getattr(self, name) > 8:
         raise ValueError(f"{name}: expected at most 8, got {getattr(self, name)}")
@@ -50,7 +50,7 @@ class Sizes:
   num_experts: int
   num_slots: int
   assignments: int
-  tuning: Tuning
+  tuning: RoutingTuning
 
   @property
   def num_home(self) -> int:

@@ -29,11 +29,11 @@ from pallas_kernels.routing.block import (
   GROUP_AXIS,
   PEER_AXIS,
   Block,
+  RoutingTuning,
   Shared,
   Sizes,
-  Tuning,
 )
-from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer.tuning import SHARED_BYTES
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.clusters import arrive_at_cluster, wait_for_block, wait_for_cluster
 from pallas_kernels.warp.warps import lookup, ones, store, thread_index, where
@@ -51,7 +51,7 @@ def route_rows(
   quota_EG: Array,
   rank: Array,
   *,
-  tuning: Tuning | None = None,
+  tuning: RoutingTuning | None = None,
 ) -> tuple[Array, Array, Array]:
   """Routes one rank's assignments; the result is that of ``ultraep_jax.route_tokens``.
 
@@ -80,7 +80,7 @@ def route_rows(
       num_experts=quota_EG.shape[0],
       num_slots=num_slots,
       assignments=expert_index_TK.size,
-      tuning=tuning or Tuning(),
+      tuning=tuning or RoutingTuning(),
     )
   )
   inputs = [expert_index_TK, load_GE, replica_expert_GS, quota_EG, rank]
@@ -113,7 +113,7 @@ def _sizes(sizes: Sizes) -> Sizes:
     tuning = dataclasses.replace(sizes.tuning, most_pieces=most)
     sizes = dataclasses.replace(sizes, tuning=tuning)
     units = sum(-(-4 * length // _ALIGNMENT) for length in Shared.lengths(sizes))
-    if units * _ALIGNMENT <= tiles.SHARED_BYTES:
+    if units * _ALIGNMENT <= SHARED_BYTES:
       return sizes
   raise NotImplementedError(
     "quota_EG, replica_expert_GS: expected fewer experts and slots, got "

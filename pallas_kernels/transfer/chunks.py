@@ -12,31 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.transfer import peers, tiles
+from pallas_kernels.transfer import peers
+from pallas_kernels.transfer.tuning import ExchangeTuning as Tuning
 
 Array = jax.Array
 
 _LINE = 32  # int32 or float32 values: 128 bytes, what shared memory and bulk copies like
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning(tiles.Tuning):
-  """How many workers carry tokens, and how many at a time; the same on every rank.
-
-  Attributes:
-    blocks: thread blocks; all of them must fit on a GPU at a time.
-    workers: workers per block.
-    tile_bytes: the most bytes of a part of a row, a multiple of 128.
-    steps: chunks of a worker, if there are tokens for as many. Each costs a signal to every rank;
-      what one rank sends waits for a whole chunk before others use it.
-  """
-
-  workers: int = 4
-  steps: int = 4
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    tiles.check_positive(self, "steps")
 
 
 @dataclasses.dataclass(frozen=True)

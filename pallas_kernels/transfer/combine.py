@@ -14,12 +14,11 @@ from pallas_kernels import support, varying
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal, Tuning
+from pallas_kernels.transfer.tuning import COMBINING
 from pallas_kernels.warp.branches import cond, when
 
 Array = jax.Array
 
-# Measured on H200: more workers than dispatch has, as they also add, and fewer signals.
-TUNING = Tuning(workers=8, tile_bytes=8192, steps=2)
 _LANES = 128  # threads that add a row together
 _LOADED = 8  # bytes that a thread loads at a time
 _MOST_PER_THREAD = 32  # values of a row that a thread adds at a time, in registers
@@ -62,7 +61,7 @@ def combine(
     NotImplementedError: a dtype or a mesh that the kernel does not handle, or D no multiple of 16.
     ValueError: shapes that do not fit.
   """
-  tuning = tuning or TUNING
+  tuning = tuning or COMBINING
   _check(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name)
   (num_tokens, top_k), width = dest_TK.shape, rows_CD.shape[1]
   if not dest_TK.size:

@@ -15,13 +15,12 @@ from pallas_kernels import support, varying
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal, Tuning
+from pallas_kernels.transfer.scales import SCALED, num_scales
 from pallas_kernels.transfer.tiles import Tiles
 from pallas_kernels.warp.branches import one_if, when
 
 Array = jax.Array
 
-SCALED = 128  # values of a row that share a scale: the last of a row may be fewer
-_SCALES_UNIT = 4  # scales of 16 bytes, the unit of bulk copies
 _SCALES, _VALUES = 0, 1  # the arrays of scaled rows: a token's scales are loaded first
 _UNROLLED = 4  # blocks of values that are multiplied together, so that their loads overlap
 
@@ -121,15 +120,6 @@ def dispatch_scaled(
     arrays, jnp.dtype(dtype), dest_TK, row_TK, received_GTK, capacity, axis_name, tuning
   )
   return rows_CD
-
-
-def num_scales(width: int) -> int:
-  """B, the scales of a row of ``width`` values: one for each 128, and up to a multiple of 4.
-
-  >>> num_scales(4096), num_scales(200)
-  (32, 4)
-  """
-  return -(-width // (SCALED * _SCALES_UNIT)) * _SCALES_UNIT
 
 
 def _launch(

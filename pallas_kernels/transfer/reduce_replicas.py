@@ -16,6 +16,7 @@ from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
 from pallas_kernels.transfer.trees import Trees
+from pallas_kernels.transfer.tuning import SHARED_BYTES
 from pallas_kernels.warp.branches import one_if, when
 
 Array = jax.Array
@@ -106,8 +107,8 @@ def reduction(
   tiles = tiling.cut("homes", homes, tuning)
   length = max(each.length for each in tiles)
   buffer = plgpu.SMEM((tuning.workers, -(-length // _UNIT) * _UNIT), jnp.float32)
-  if (shared := 2 * 4 * math.prod(buffer.shape)) > tiling.SHARED_BYTES:
-    raise ValueError(f"tuning: expected at most {tiling.SHARED_BYTES} shared bytes, got {shared}")
+  if (shared := 2 * 4 * math.prod(buffer.shape)) > SHARED_BYTES:
+    raise ValueError(f"tuning: expected at most {SHARED_BYTES} shared bytes, got {shared}")
   work = _work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
   rows = [replica.reshape(num_slots, -1) for replica in replicas]
   axes = varying.axes_of(work, *rows, *homes)

@@ -21,51 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support
+from pallas_kernels.transfer.tuning import SHARED_ALIGNMENT
+from pallas_kernels.transfer.tuning import TransferTuning as Tuning
 
 Array = jax.Array
 
 ALIGNMENT = 16  # bytes: the unit of bulk copies
 BLOCK_AXIS, WORKER_AXIS = "block", "warpgroup"  # of every kernel that a transfer can ride in
-_SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
-_MOST_WORKERS = 8  # a warpgroup of 128 threads each, of the 1024 that a block may have
-SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-  """How many workers move tiles of which size; the same on every rank.
-
-  Attributes:
-    blocks: thread blocks; all of them must fit on a GPU at a time.
-    workers: workers per block, at most 8.
-    tile_bytes: the most bytes of a tile, a multiple of 128.
-  """
-
-  blocks: int = 132
-  workers: int = 2
-  tile_bytes: int = 16 * 1024
-
-  def __post_init__(self) -> None:
-    check_positive(self, "blocks", "workers", "tile_bytes")
-    if self.workers > _MOST_WORKERS:
-      raise ValueError(f"workers: expected at most {_MOST_WORKERS}, got {self.workers}")
-    if self.tile_bytes % _SHARED_ALIGNMENT:
-      raise ValueError(f"tile_bytes: expected a multiple of 128, got {self.tile_bytes}")
-    if self.workers * self.tile_bytes > SHARED_BYTES:
-      raise ValueError(
-        f"workers * tile_bytes: expected at most {SHARED_BYTES}, "
-        f"got {self.workers * self.tile_bytes}"
-      )
-
-
-def check_positive(tuning: object, *names: str) -> None:
-  """Raises TypeError or ValueError unless these attributes are positive integers."""
-  for name in names:
-    value = getattr(tuning, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-      raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < 1:
-      raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +84,11 @@ def cut(name: str, arrays: Sequence[Array], tuning: Tuning) -> list[Tiles]:
     ValueError: a tuning whose tiles have no room for a buffer of each dtype.
   """
   num_dtypes = max(len({array.dtype for array in arrays}), 1)
-  if tuning.tile_bytes < (least := num_dtypes * _SHARED_ALIGNMENT):
+  if tuning.tile_bytes < (least := num_dtypes * SHARED_ALIGNMENT):
     raise ValueError(
       f"tile_bytes: expected at least {least} for {num_dtypes} dtypes, got {tuning.tile_bytes}"
     )
-  most = tuning.tile_bytes // num_dtypes // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
+  most = tuning.tile_bytes // num_dtypes // SHARED_ALIGNMENT * SHARED_ALIGNMENT
   tiles: list[Tiles] = []
   before = 0
   for index, array in enumerate(arrays):
@@ -182,7 +144,7 @@ def _buffer_lengths(tiles: Sequence[Tiles]) -> Mapping[jnp.dtype, int]:
 
 
 def _padded(length: int, dtype: jnp.dtype) -> int:
-  unit = _SHARED_ALIGNMENT // dtype.itemsize
+  unit = SHARED_ALIGNMENT // dtype.itemsize
   return -(-length // unit) * unit
 
 

@@ -13,7 +13,7 @@ from mosaic_interpret import interpreted
 from thread_races import watched
 
 from pallas_kernels.routing.block import Shared, Sizes
-from pallas_kernels.routing.rows import Tuning, _sizes, route_rows
+from pallas_kernels.routing.rows import RoutingTuning, _sizes, route_rows
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import route
 from ultraep_jax.types import Plan
@@ -51,19 +51,25 @@ def routing(ranks, experts, tokens, top_k, slots, seed=0):
   "ranks, experts, tokens, top_k, slots, tuning",
   [
     # A cluster in part, and one before it
-    (4, 16, 150, 2, 2, Tuning(groups=1, peers=2, prefetch=1)),
+    (4, 16, 150, 2, 2, RoutingTuning(groups=1, peers=2, prefetch=1)),
     # More pieces and clusters than wanted, prefetched in several steps, experts beyond a warp
     pytest.param(
-      *(3, 48, 150, 8, 2, Tuning(groups=1, peers=2, clusters=1, most_pieces=2, prefetch=1)),
+      *(3, 48, 150, 8, 2, RoutingTuning(groups=1, peers=2, clusters=1, most_pieces=2, prefetch=1)),
       marks=pytest.mark.slow,
     ),
     # Experts beyond a warpgroup, the last warp of them in part
-    pytest.param(3, 150, 200, 6, 1, Tuning(groups=2, peers=2), marks=pytest.mark.slow),
+    pytest.param(3, 150, 200, 6, 1, RoutingTuning(groups=2, peers=2), marks=pytest.mark.slow),
     # Several words of hosts, several items a thread
-    pytest.param(40, 80, 33, 4, 3, Tuning(groups=1, peers=2, prefetch=2), marks=pytest.mark.slow),
-    pytest.param(1, 4, 40, 2, 1, Tuning(groups=1, peers=1, prefetch=2), marks=pytest.mark.slow),
+    pytest.param(
+      40, 80, 33, 4, 3, RoutingTuning(groups=1, peers=2, prefetch=2), marks=pytest.mark.slow
+    ),
+    pytest.param(
+      1, 4, 40, 2, 1, RoutingTuning(groups=1, peers=1, prefetch=2), marks=pytest.mark.slow
+    ),
     # A single assignment, which is masked
-    pytest.param(2, 16, 1, 1, 2, Tuning(groups=1, peers=2, prefetch=2), marks=pytest.mark.slow),
+    pytest.param(
+      2, 16, 1, 1, 2, RoutingTuning(groups=1, peers=2, prefetch=2), marks=pytest.mark.slow
+    ),
   ],
 )
 def test_equals_the_portable_routing(ranks, experts, tokens, top_k, slots, tuning):
@@ -105,7 +111,7 @@ def test_lowers_for_gpus(ranks, experts, tokens, slots):
   "assignments, pieces, clusters", [(1, 1, 1), (65_536, 1, 16), (65_537, 2, 9), (10**6, 4, 62)]
 )
 def test_every_assignment_has_a_thread(assignments, pieces, clusters):
-  sizes = Sizes(4, 64, 2, assignments, Tuning())
+  sizes = Sizes(4, 64, 2, assignments, RoutingTuning())
   assert (sizes.pieces, sizes.clusters) == (pieces, clusters)
   assert (clusters - 1) * pieces * 4096 < assignments <= clusters * pieces * 4096
 
@@ -115,7 +121,7 @@ def test_every_assignment_has_a_thread(assignments, pieces, clusters):
 def test_fits_into_shared_memory(experts, ranks, slots):
   """Each vector begins at a multiple of 1 KB; a block has 227 KB."""
   try:
-    sizes = _sizes(Sizes(ranks, experts * ranks, slots, 65_536, Tuning()))
+    sizes = _sizes(Sizes(ranks, experts * ranks, slots, 65_536, RoutingTuning()))
   except NotImplementedError:
     return
   assert sum(-(-4 * n // 1024) for n in Shared.lengths(sizes)) <= 227
@@ -124,7 +130,7 @@ def test_fits_into_shared_memory(experts, ranks, slots):
 def test_no_barrier_is_missing():
   """What one thread writes and others read is apart by a barrier, in blocks of one warpgroup."""
   index_GTK, load_GE, plan = routing(4, 128, 100, 2, 8)
-  tuning = Tuning(groups=1, peers=1, prefetch=1)
+  tuning = RoutingTuning(groups=1, peers=1, prefetch=1)
   with interpreted(), watched():
     args = index_GTK[1], load_GE, plan, jnp.int32(1)
     kernel = jax.jit(functools.partial(route._route_on_gpu, tuning=tuning))
@@ -164,9 +170,9 @@ def call(**changes):
 def test_rejects():
   array = jax.ShapeDtypeStruct
   with pytest.raises(ValueError, match="peers: expected at most 8, got 16"):
-    Tuning(peers=16)
+    RoutingTuning(peers=16)
   with pytest.raises(ValueError, match="clusters: expected at least 1, got 0"):
-    Tuning(clusters=0)
+    RoutingTuning(clusters=0)
   with pytest.raises(ValueError, match=r"load_GE: expected shape \(4, 16\), got \(16, 4\)"):
     call(load_GE=array((16, 4), jnp.int32))
   with pytest.raises(ValueError, match=r"replica_expert_GS: expected shape \[4, S\], got \(2, 4\)"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 
-from pallas_kernels.top_k import top_k
+from pallas_kernels.routing.top_k import top_k
 
 # Every kind of float32, by its bits: zeros, least and greatest, infinities, NaN of both signs.
 SPECIAL = np.array(

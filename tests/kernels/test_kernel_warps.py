@@ -10,9 +10,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_interpret import interpreted
 
-from pallas_kernels import top_k
 from pallas_kernels.planner import quota
-from pallas_kernels.routing import rows
+from pallas_kernels.routing import rows, top_k
 from pallas_kernels.warp import warps
 
 REDUCTIONS = {

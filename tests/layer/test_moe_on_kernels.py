@@ -15,9 +15,9 @@ from mosaic_interpret import interpreted
 from programs import LAYER, PLANNING, equations, kernel_names, kernels
 from wire_rounding import on_rounded_tokens
 
+import pallas_kernels
 import ultraep_jax as uep
 from pallas_kernels.transfer import chunks, combine, tiles
-from pallas_kernels.transfer import replicate as replicate_kernel
 from ultraep_jax import implementation
 
 CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", implementation="mosaic_gpu")
@@ -40,10 +40,10 @@ def small_kernels(monkeypatch):
   for tuning in (tiles.Tuning, chunks.Tuning):
     defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
     monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
-  monkeypatch.setattr(combine, "TUNING", chunks.Tuning())
+  monkeypatch.setattr(combine, "COMBINING", chunks.Tuning())
   # Planner and routing have tests of their own, and are the slowest to interpret.
-  for module in ("planning.plan.plan_quota", "planning.route.route_rows"):
-    monkeypatch.setattr(f"ultraep_jax.{module}", cannot("interpreted elsewhere"))
+  for kernel in ("plan_quota", "route_rows"):
+    monkeypatch.setattr(pallas_kernels, kernel, cannot("interpreted elsewhere"))
 
 
 @pytest.mark.slow
@@ -98,14 +98,14 @@ def test_lowers_for_gpus(name, data, dispatch_dtype):
 def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
   """What order they go in shows in no result."""
   seen = []
-  replication = replicate_kernel.replication
+  replication = pallas_kernels.replication
 
   def recorded(arrays, replica_expert_GS, *args, **kwargs):
     if replica_expert_GS.shape[1]:
       seen.append(kwargs["home_rows_G"])
     return replication(arrays, replica_expert_GS, *args, **kwargs)
 
-  monkeypatch.setattr(replicate_kernel, "replication", recorded)
+  monkeypatch.setattr(pallas_kernels, "replication", recorded)
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     # Slots that no other test has, so that nothing is traced already.

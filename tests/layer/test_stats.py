@@ -89,3 +89,21 @@ def test_statistics_of_a_scan_afterwards(measured):
   assert got.load_GE.shape == (LAYERS, GROUPS, RANKS, EXPERTS)
   assert (got.load_GE[:, 0] != got.load_GE[:, 1]).any()
   jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+def test_statistics_on_explicit_meshes(shape):
+  """Also where an axis has one position only, which its arrays' types then leave out."""
+  groups, ranks = shape
+  kinds = (jax.sharding.AxisType.Explicit,) * 2
+  mesh = jax.make_mesh(
+    shape, ("data", "expert"), axis_types=kinds, devices=jax.devices()[: groups * ranks]
+  )
+  config = uep.BalanceConfig(strategy="none", replica_slots=0)
+  weights = uep.ExpertWeights(*[jnp.ones((2, 4, 4))] * 3)
+  index = jnp.array([[0], [1], [-1], [1]])  # the first expert is on the first rank
+  with jax.set_mesh(mesh):
+    _, stats = uep.sharded_moe(jnp.ones((4, 4)), index, jnp.ones((4, 1)), weights, config=config)
+  assert stats.load_after_G.tolist() == {(1, 1): [[3]], (2, 1): [[2], [1]], (1, 2): [[1, 2]]}[shape]
+  assert stats.remote_assignments.tolist() == {(1, 1): [0], (2, 1): [0, 0], (1, 2): [1]}[shape]
+  assert stats.masked.sum() == 1

@@ -1,11 +1,14 @@
 """Imports run downwards through the layers and nowhere in a circle, and cost little."""
 
 import graphlib
+import os
 import subprocess
 import sys
 
 import pytest
 from source_tree import FILES, ROOT, imported_modules, source_file
+
+import pallas_kernels
 
 # Folders and modules from the top down. A file belongs to the longest that begins its path; what
 # stands on one line does not import each other.
@@ -34,7 +37,7 @@ ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
 pallas_kernels/__init__
 pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing
-pallas_kernels/planner pallas_kernels/top_k pallas_kernels/transfer
+pallas_kernels/planner pallas_kernels/transfer
 pallas_kernels/support pallas_kernels/varying pallas_kernels/warp
 """
 PLACES = {place: layer for layer, line in enumerate(LAYERS.split("\n")) for place in line.split()}
@@ -68,6 +71,41 @@ def test_nothing_imports_itself_through_others():
 
 def test_every_place_is_there():
   assert set(map(place_of, FILES)) == set(PLACES)
+
+
+def test_public_kernels_are_all_that_the_library_uses():
+  for path in FILES:
+    if path.startswith("ultraep_jax/"):
+      used = {module for module in imported_modules(path) if module.startswith("pallas_kernels")}
+      assert used <= {"pallas_kernels"}, path
+
+
+def test_kernels_and_flax_are_imported_where_they_are_used():
+  """Mosaic GPU takes longer to import than all of the library; a layer of plain JAX needs none."""
+  code = """
+import sys
+import jax, jax.numpy as jnp
+import ultraep_jax as uep
+
+def loaded():
+  slow = "flax", "jax.experimental.mosaic.gpu", "jax.experimental.pallas", "pandas", "matplotlib"
+  return [name for name in slow if name in sys.modules]
+
+assert not loaded(), loaded()
+config = uep.BalanceConfig(replica_slots=0, dispatch_dtype="float8_e4m3fn", tunings=uep.Tunings())
+weights = uep.ExpertWeights(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 8)), jnp.ones((2, 8, 4)))
+with jax.set_mesh(jax.make_mesh((1,), ("expert",))):
+  call = jnp.ones((3, 4)), jnp.array([[0], [1], [1]]), jnp.ones((3, 1)), weights
+  uep.sharded_moe(*call, config=config)
+assert not loaded(), loaded()
+"""
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=environment)
+
+
+@pytest.mark.parametrize("name", pallas_kernels.__all__)
+def test_a_public_kernel_is_described(name):
+  assert getattr(pallas_kernels, name).__doc__
 
 
 def test_import_changes_nothing():

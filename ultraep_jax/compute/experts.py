@@ -11,11 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul import gated as gated_kernel
-from pallas_kernels.matmul import grouped as kernel
-from pallas_kernels.matmul import wgrad as wgrad_kernel
-from pallas_kernels.transfer.tiles import Transfer
-from pallas_kernels.tunings import UNTUNED, Tunings
+import pallas_kernels as kernels
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.compute import tile_matmul
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Activation, Array, ExpertWeights
@@ -52,7 +49,7 @@ def grouped_matmul(
   columns = home_MKN.shape[1 if transpose_rhs else 2]
   tuning = tunings.find("dgrad" if transpose_rhs else "forward", rows_CK.shape[1], columns)
   candidates = {
-    "mosaic_gpu": lambda: kernel.grouped_matmul(
+    "mosaic_gpu": lambda: kernels.grouped_matmul(
       *arguments[:4], transpose_rhs=transpose_rhs, tuning=tuning
     ),
     "portable": lambda: tile_matmul.matmul(*arguments),
@@ -101,9 +98,9 @@ class Replication(Protocol):
 
   def filled_S(self) -> Array: ...
   def copies(self) -> Any: ...
-  def copying(self) -> Transfer | None: ...
+  def copying(self) -> "kernels.Transfer | None": ...
   def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
-  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None: ...
+  def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None": ...
 
 
 class ExpertOutput(NamedTuple):
@@ -173,7 +170,7 @@ def _gated_kernel(
   tuning = tunings.find(operation, *widths)
   if (copying := replicas.copying()) is None:
     copies = ExpertWeights(*replicas.copies())
-    gated = gated_kernel.gated_matmul(
+    gated = kernels.gated_matmul(
       rows_CD,
       *homes,
       copies.wi_gate,
@@ -183,7 +180,7 @@ def _gated_kernel(
       tuning=tuning,
     )
   else:
-    gated, copies = gated_kernel.gated_beside(
+    gated, copies = kernels.gated_beside(
       copying,
       lambda copies: (copies.wi_gate, copies.wi_up),
       rows_CD,
@@ -299,7 +296,7 @@ def expert_backward(
 
 
 def _wgrad_beside(
-  transfer: Transfer | None,
+  transfer: "kernels.Transfer | None",
   rows_CK: Array,
   grad_CN: Array,
   group_size_P: Array,
@@ -316,8 +313,8 @@ def _wgrad_beside(
   def by_kernel() -> tuple[tuple[Array, Array], Any]:
     options: Any = {"filled_S": filled_S, "tuning": tuning}
     if transfer is None:
-      return wgrad_kernel.grouped_matmul_wgrad(*arguments, **options), None
-    return wgrad_kernel.wgrad_beside(transfer, *arguments, **options)
+      return kernels.grouped_matmul_wgrad(*arguments, **options), None
+    return kernels.wgrad_beside(transfer, *arguments, **options)
 
   candidates = {
     "mosaic_gpu": by_kernel,
@@ -327,7 +324,7 @@ def _wgrad_beside(
 
 
 def _rows_grad(
-  transfer: Transfer | None,
+  transfer: "kernels.Transfer | None",
   hidden_grad: Hidden,
   home: ExpertWeights,
   replica: ExpertWeights,
@@ -346,7 +343,7 @@ def _rows_grad(
     ) + tile_matmul.matmul(hidden_grad.up_CF, home.wi_up, replica.wi_up, group_size_P, True)
 
   candidates = {
-    "mosaic_gpu": lambda: kernel.sum_beside(
+    "mosaic_gpu": lambda: kernels.sum_beside(
       transfer, hidden_grad, homes, replicas, group_size_P, transpose_rhs=True, tuning=tuning
     ),
     "portable": lambda: (one_by_one(), transfer and transfer.launch()),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.tunings import Tunings
+from pallas_kernels import Tunings
 from ultraep_jax.compute import experts
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations

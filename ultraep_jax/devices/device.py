@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pallas_kernels import tunings
-from pallas_kernels.tunings import UNTUNED, Tunings
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.devices.facts import FACTS, Fact, Matmul, factor, parse_facts, parse_matmuls
 
 FORMAT = 1

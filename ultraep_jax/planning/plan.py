@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from pallas_kernels.planner.quota import plan_quota
+import pallas_kernels as kernels
 from ultraep_jax import implementation
 from ultraep_jax.checks import check_array, check_config
 from ultraep_jax.config import BalanceConfig
@@ -242,7 +242,7 @@ def _plan_on_gpu(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
   Raises:
     NotImplementedError: a size that the kernels do not hold, or nothing to plan.
   """
-  planned = plan_quota(
+  planned = kernels.plan_quota(
     load_GE,
     domain_size=setup.domain_size,
     num_slots=setup.num_slots,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from pallas_kernels.routing.rows import Tuning, route_rows
+import pallas_kernels as kernels
 from ultraep_jax import implementation
 from ultraep_jax.checks import check_array, check_config
 from ultraep_jax.config import BalanceConfig
@@ -135,7 +135,7 @@ def _route_on_gpu(
   load_GE: Array,
   plan: Plan,
   rank: Array | int,
-  tuning: Tuning | None = None,
+  tuning: "kernels.RoutingTuning | None" = None,
 ) -> Routes:
   """What ``_route`` computes, bit for bit, by a kernel for Hopper.
 
@@ -147,7 +147,7 @@ def _route_on_gpu(
   num_slots = num_experts // num_ranks + replica_GS.shape[1]
   if not replica_GS.shape[1]:  # the kernel wants a slot, if an empty one
     replica_GS = jnp.full((num_ranks, 1), -1, jnp.int32)
-  dest_TK, row_TK, size_P = route_rows(
+  dest_TK, row_TK, size_P = kernels.route_rows(
     expert_index_TK.astype(jnp.int32),
     load_GE,
     replica_GS,

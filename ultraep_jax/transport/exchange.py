@@ -8,7 +8,7 @@ blocks and ``all_to_all`` (``block_exchange``), or kernels that write into other
 
 from typing import Protocol
 
-from pallas_kernels.tunings import Tunings
+from pallas_kernels import Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport import block_exchange, push_exchange

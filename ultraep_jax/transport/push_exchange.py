@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import support
-from pallas_kernels.transfer import combine as combine_kernel
-from pallas_kernels.transfer import dispatch as dispatch_kernel
-from pallas_kernels.tunings import UNTUNED, Tunings
+import pallas_kernels as kernels
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.transport import wire
 from ultraep_jax.types import Array, Routes
@@ -47,18 +45,16 @@ class PushCrossing:
     sizes: Any = {"capacity": self.capacity, "axis_name": self.axis_name}
     if dtype is None:
       sizes["tuning"] = self._tuning("dispatch", x_TD)
-      return dispatch_kernel.dispatch([x_TD], *assignments, **sizes)[0]
+      return kernels.dispatch([x_TD], *assignments, **sizes)[0]
     value_TD, scale_TB = wire.pack(x_TD, dtype)
     sizes["tuning"] = self._tuning("dispatch scaled", value_TD)
     # Multiplied on arrival: a pass of its own would read and write all rows once more.
-    return dispatch_kernel.dispatch_scaled(
-      value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes
-    )
+    return kernels.dispatch_scaled(value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes)
 
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """Sums at the rank of the rows, then at the token's."""
     gate_GTK = None if gate_C is None else self._at_rows(gate_C)
-    return combine_kernel.combine(
+    return kernels.combine(
       rows_CD,
       gate_GTK,
       self.dest_TK,
@@ -101,8 +97,8 @@ def cross(
   Raises:
     NotImplementedError: sizes or a mesh that the kernels do not handle.
   """
-  support.check_mesh(axis_name)
-  combine_kernel.check_sizes(width, dtype)
+  kernels.check_mesh(axis_name)
+  kernels.check_sizes(width, dtype)
   if lax.axis_size(axis_name) * capacity > jnp.iinfo(jnp.int32).max:
     raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")
   active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)

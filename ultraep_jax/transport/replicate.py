@@ -11,10 +11,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_kernels.transfer import reduce_replicas as reduce_kernel
-from pallas_kernels.transfer import replicate as replicate_kernel
-from pallas_kernels.transfer.tiles import Transfer, Tuning
-from pallas_kernels.tunings import UNTUNED, Tunings
+import pallas_kernels as kernels
+from pallas_kernels import UNTUNED, TransferTuning, Tunings
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport import ring_replicate
 from ultraep_jax.types import Array
@@ -50,7 +48,7 @@ def replicate[T](
 
   def push() -> T:
     leaves, tree = jax.tree.flatten(home)
-    copies = replicate_kernel.replicate(
+    copies = kernels.replicate(
       leaves,
       replica_expert_GS,
       parent_GS,
@@ -98,7 +96,7 @@ def reduce_replicas[T](
 
   def push() -> T:
     leaves, tree = jax.tree.flatten(home)
-    sums = reduce_kernel.reduce_replicas(
+    sums = kernels.reduce_replicas(
       jax.tree.leaves(replica),
       leaves,
       replica_expert_GS,
@@ -165,15 +163,15 @@ class Replicas:
       tunings=self.tunings,
     )
 
-  def copying(self) -> Transfer | None:
+  def copying(self) -> "kernels.Transfer | None":
     """Brings the leaves of ``copies`` beside a matmul that does not need them."""
     if self.known is not None:
       return None
 
-    def transfer() -> Transfer | None:
+    def transfer() -> "kernels.Transfer | None":
       leaves, tree = jax.tree.flatten(self.home)
       return _mapped(
-        replicate_kernel.replication(
+        kernels.replication(
           leaves,
           self.replica_expert_GS,
           self.parent_GS,
@@ -200,13 +198,13 @@ class Replicas:
       tunings=self.tunings,
     )
 
-  def reducing(self, replica_grads: Any, home_grads: Any) -> Transfer | None:
+  def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None":
     """``reduce`` beside a matmul that does not need its result."""
 
-    def transfer() -> Transfer | None:
+    def transfer() -> "kernels.Transfer | None":
       leaves, tree = jax.tree.flatten(home_grads)
       return _mapped(
-        reduce_kernel.reduction(
+        kernels.reduction(
           jax.tree.leaves(replica_grads),
           leaves,
           self.replica_expert_GS,
@@ -222,8 +220,8 @@ class Replicas:
 
 
 # Beside a matmul there is time: few SMs with large tiles. Three workers, as its kernels have.
-COPYING = Tuning(blocks=12, workers=3, tile_bytes=16 * 1024)
-REDUCING = Tuning(blocks=16, workers=3, tile_bytes=32 * 1024)
+COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
+REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=32 * 1024)
 
 
 def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
@@ -232,7 +230,9 @@ def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
   return tunings.find(operation, max(sum(sizes), 1))
 
 
-def _mapped(transfer: Transfer | None, function: Callable[[Any], Any]) -> Transfer | None:
+def _mapped(
+  transfer: "kernels.Transfer | None", function: Callable[[Any], Any]
+) -> "kernels.Transfer | None":
   """A transfer with a function applied to its result."""
   if transfer is None:
     return None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from pallas_kernels.transfer.dispatch import SCALED, num_scales
+from pallas_kernels import SCALED, num_scales
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.types import Array
 

@@ -16,9 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.matmul.gated import gated_beside, gated_matmul
-from pallas_kernels.transfer.replicate import replicate, replication
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels import TransferTuning, gated_beside, gated_matmul, replicate, replication
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.portable import AXIS
@@ -121,7 +119,7 @@ def sharded(function: Call, mesh: jax.sharding.Mesh) -> Call:
   )
 
 
-def variants(tunings: Mapping[str, Tuning]) -> dict[str, Call]:
+def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
   """Calls of ``(i, rows, gate, up, wo, sizes, experts, parents)``."""
   gated = functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=False)
 
@@ -138,7 +136,7 @@ def variants(tunings: Mapping[str, Tuning]) -> dict[str, Call]:
     return gated(rows, gate, up, copies[0], copies[1], sizes_P).inner_CN, copies
 
   def beside(
-    tuning: Tuning,
+    tuning: TransferTuning,
     _: Array,
     rows: Array,
     gate: Array,

@@ -16,9 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.transfer.chunks import Tuning
-from pallas_kernels.transfer.combine import combine
-from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+from pallas_kernels import ExchangeTuning, combine, dispatch, dispatch_scaled
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.transfers import open_mesh
 from ultraep_jax.config import DispatchDtype
@@ -55,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
   if "check" in args.what:
     check(mesh, args.cases, args.dispatch_dtype)
   if "time" in args.what:
-    tunings = [Tuning(), *(Tuning(*map(int, text.split("x"))) for text in args.tunings)]
+    tunings = [
+      ExchangeTuning(),
+      *(ExchangeTuning(*map(int, text.split("x"))) for text in args.tunings),
+    ]
     for name in args.shapes:
       tokens, top_k, width = map(int, name.split("x"))
       shape = tokens // args.scale, top_k, width
@@ -145,7 +146,7 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
 def time_shape(
   mesh: jax.sharding.Mesh,
   shape: tuple[int, int, int],
-  tunings: Sequence[Tuning],
+  tunings: Sequence[ExchangeTuning],
   calls: int,
   repeats: int,
   dispatch_dtype: DispatchDtype | None,
@@ -172,7 +173,7 @@ def time_shape(
   gate = processes.put(rng.random(received.shape).astype(np.float32), sharding)
   dest, row, received = processes.put((dest, row, received), sharding)
 
-  def there(tuning: Tuning, _: Array, x: Array, *tables: Array) -> Any:
+  def there(tuning: ExchangeTuning, _: Array, x: Array, *tables: Array) -> Any:
     sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
     arrays = wire.pack(x, dispatch_dtype)
     if dispatch_dtype is None:
@@ -183,7 +184,7 @@ def time_shape(
     rows = dispatch(wire.pack(x, dispatch_dtype), *tables, capacity=capacity, axis_name=AXIS)
     return wire.unpack(rows, x.dtype)
 
-  def back(tuning: Tuning, _: Array, rows: Array, gate: Array, *tables: Array) -> Array:
+  def back(tuning: ExchangeTuning, _: Array, rows: Array, gate: Array, *tables: Array) -> Array:
     dest_TK, received_GTK = tables
     return combine(rows, gate, dest_TK, received_GTK, axis_name=AXIS, tuning=tuning)
 

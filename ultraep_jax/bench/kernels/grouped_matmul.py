@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.matmul.gated import gated_matmul
-from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
-from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
+from pallas_kernels import gated_matmul, grouped_matmul, grouped_matmul_sum, grouped_matmul_wgrad
 from ultraep_jax.bench import contest
 from ultraep_jax.bench.kernels.matmul_problems import (
   DENSE,

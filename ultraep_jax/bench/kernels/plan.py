@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.routing.rows import Tuning
-from pallas_kernels.top_k import top_k
+from pallas_kernels import RoutingTuning, top_k
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.config import BalanceConfig
@@ -58,10 +57,10 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, default=8192, help="per rank")
   args = parser.parse_args()
   print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
-  routings = [Tuning()]
+  routings = [RoutingTuning()]
   for text in args.route_tunings:
     groups, peers, clusters = map(int, text.split("x"))
-    routings.append(Tuning(groups=groups, peers=peers, clusters=clusters))
+    routings.append(RoutingTuning(groups=groups, peers=peers, clusters=clusters))
   if "check" in args.what:
     for name, objective in itertools.product(args.shapes, ("balance", "time")):
       check(name, objective, args.loads, args.tokens)
@@ -191,11 +190,13 @@ def time_plans(name: str, objective: str, tokens: int) -> None:
     print(f"{name} by {objective}, ratio {ratio:.2f}: {'; '.join(lines)}", flush=True)
 
 
-def named(tuning: Tuning) -> str:
+def named(tuning: RoutingTuning) -> str:
   return f"kernel {tuning.groups} x {tuning.peers} x {tuning.clusters}"
 
 
-def time_routes(num_experts: int, num_ranks: int, tokens: int, tunings: Sequence[Tuning]) -> None:
+def time_routes(
+  num_experts: int, num_ranks: int, tokens: int, tunings: Sequence[RoutingTuning]
+) -> None:
   load_GE = testing.zipf_loads(0, num_experts, num_ranks, tokens, 8, 2.0)
   index_TK = testing.expert_indices(0, load_GE, 8)[0]
   config = BalanceConfig(objective="balance")
@@ -207,7 +208,9 @@ def time_routes(num_experts: int, num_ranks: int, tokens: int, tunings: Sequence
     print(f"route E{num_experts} G{num_ranks} T{tokens} K8, {name}: {profile(operation, *args)}")
 
 
-def check_routes(num_experts: int, num_ranks: int, tokens: int, count: int, tuning: Tuning) -> None:
+def check_routes(
+  num_experts: int, num_ranks: int, tokens: int, count: int, tuning: RoutingTuning
+) -> None:
   """Raises AssertionError unless all routes are equal bit for bit."""
   config = BalanceConfig(objective="balance")
   rng = np.random.default_rng(0)

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.transfer.reduce_replicas import reduce_replicas
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels import TransferTuning, reduce_replicas
 from ultraep_jax.bench.kernels.portable import AXIS, timed
 from ultraep_jax.bench.kernels.transfers import (
   Placement,
@@ -36,7 +35,9 @@ from ultraep_jax.transport import replicate as portable
 from ultraep_jax.types import Array
 
 HOME = 16  # experts of a rank, in the cases that are timed
-SMALL = Tuning(blocks=8, workers=3, tile_bytes=2048)  # many tiles a worker: it waits for its peers
+SMALL = TransferTuning(
+  blocks=8, workers=3, tile_bytes=2048
+)  # many tiles a worker: it waits for its peers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 Operation = Callable[[list[Array], list[Array], Array, Array], list[Array]]
 
 
-def kernel(tuning: Tuning) -> Operation:
+def kernel(tuning: TransferTuning) -> Operation:
   return functools.partial(reduce_replicas, axis_name=AXIS, tuning=tuning)
 
 
@@ -79,7 +80,7 @@ def ring(
 # --- checks ----------------------------------------------------------------------------------
 
 
-def check(mesh: jax.sharding.Mesh, plans: int, tuning: Tuning, most_units: int) -> None:
+def check(mesh: jax.sharding.Mesh, plans: int, tuning: TransferTuning, most_units: int) -> None:
   """Raises AssertionError if a sum is wrong."""
   rng = np.random.default_rng(0)
   run = sharded(kernel(tuning), mesh)

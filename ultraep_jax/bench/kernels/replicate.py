@@ -16,8 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.transfer.replicate import replicate
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels import TransferTuning, replicate
 from ultraep_jax.bench.kernels.portable import AXIS, timed
 from ultraep_jax.bench.kernels.transfers import (
   Placement,
@@ -69,7 +68,7 @@ def ring(arrays: list[Array], replica_expert_GS: Array, parent_GS: Array) -> lis
 # --- checks ----------------------------------------------------------------------------------
 
 
-def check(mesh: jax.sharding.Mesh, plans: int, tuning: Tuning, most_units: int) -> None:
+def check(mesh: jax.sharding.Mesh, plans: int, tuning: TransferTuning, most_units: int) -> None:
   """Raises AssertionError unless every copy equals its expert bit for bit."""
   rng = np.random.default_rng(0)
   run = sharded(functools.partial(replicate, axis_name=AXIS, tuning=tuning), mesh)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels import TransferTuning
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.portable import AXIS
@@ -51,13 +51,13 @@ def open_mesh() -> jax.sharding.Mesh:
   return mesh
 
 
-def tunings_of(texts: Sequence[str]) -> dict[str, Tuning]:
+def tunings_of(texts: Sequence[str]) -> dict[str, TransferTuning]:
   """The tunings that ``--tunings`` names, by a label for people.
 
   >>> tunings_of(["132x2x16384"])
-  {'132 x 2 x 16384': Tuning(blocks=132, workers=2, tile_bytes=16384)}
+  {'132 x 2 x 16384': TransferTuning(blocks=132, workers=2, tile_bytes=16384)}
   """
-  return {text.replace("x", " x "): Tuning(*map(int, text.split("x"))) for text in texts}
+  return {text.replace("x", " x "): TransferTuning(*map(int, text.split("x"))) for text in texts}
 
 
 def planner(args: argparse.Namespace) -> BalanceConfig:

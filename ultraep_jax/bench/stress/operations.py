@@ -7,12 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.transfer import chunks
-from pallas_kernels.transfer import combine as combine_kernel
-from pallas_kernels.transfer import dispatch as dispatch_kernel
-from pallas_kernels.transfer import reduce_replicas as reduce_kernel
-from pallas_kernels.transfer import replicate as replicate_kernel
-from pallas_kernels.transfer.tiles import Tuning
+import pallas_kernels
+from pallas_kernels import ExchangeTuning, TransferTuning
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.transport import block_exchange, replicate
 from ultraep_jax.types import Array, Routes
@@ -37,7 +33,7 @@ class Operations(NamedTuple):
 
 
 def kernels(
-  tuning: Tuning | None, dealt: chunks.Tuning | None, in_turns: bool = False
+  tuning: TransferTuning | None, dealt: ExchangeTuning | None, in_turns: bool = False
 ) -> Operations:
   """The kernels; ``tuning`` is that of transfers of experts, ``dealt`` that of tokens.
 
@@ -46,28 +42,28 @@ def kernels(
 
   def copy(arrays: list[Array], replica_GS: Array, parent_GS: Array) -> list[Array]:
     rows_G = (replica_GS[:, 0] * 37 + jnp.sum(replica_GS)) % 101 if in_turns else None
-    return replicate_kernel.replicate(
+    return pallas_kernels.replicate(
       arrays, replica_GS, parent_GS, axis_name=AXIS, tuning=tuning, home_rows_G=rows_G
     )
 
   def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
     tables = (to.dest_TK, to.row_TK, to.received_GTK)
-    return dispatch_kernel.dispatch(
+    return pallas_kernels.dispatch(
       arrays, *tables, capacity=to.capacity, axis_name=AXIS, tuning=dealt
     )
 
   def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
-    return combine_kernel.combine(
+    return pallas_kernels.combine(
       rows_CD, gate_GTK, to.dest_TK, to.received_GTK, axis_name=AXIS, tuning=dealt
     )
 
-  reduce = functools.partial(reduce_kernel.reduce_replicas, axis_name=AXIS, tuning=tuning)
+  reduce = functools.partial(pallas_kernels.reduce_replicas, axis_name=AXIS, tuning=tuning)
   return Operations(copy, reduce, dispatch, combine)
 
 
 # As the layer runs them, and with few workers, which wait for their peers again and again.
-_FEW = chunks.Tuning(blocks=8, workers=3, tile_bytes=1024, steps=5)
-KERNELS = (kernels(None, None), kernels(Tuning(8, 3, 2048), _FEW, in_turns=True))
+_FEW = ExchangeTuning(blocks=8, workers=3, tile_bytes=1024, steps=5)
+KERNELS = (kernels(None, None), kernels(TransferTuning(8, 3, 2048), _FEW, in_turns=True))
 
 
 def _portable() -> Operations:

@@ -11,12 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.matmul.grouped import sum_beside
-from pallas_kernels.matmul.wgrad import wgrad_beside
-from pallas_kernels.transfer import chunks, combine, tiles
-from pallas_kernels.transfer.dispatch import dispatch
-from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
-from pallas_kernels.transfer.replicate import replicate, replication
+import pallas_kernels as kernels
+from pallas_kernels import COMBINING, ExchangeTuning, TransferTuning
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.kernels.exchange import random_routes
 from ultraep_jax.bench.kernels.matmul_problems import HOME, REPLICA, Problem
@@ -27,11 +23,11 @@ from ultraep_jax.transport.replicate import COPYING, REDUCING
 from ultraep_jax.types import Array
 
 TOP_K = 8
-DEFAULTS: Mapping[str, tiles.Tuning] = {
-  "dispatch": chunks.Tuning(),
-  "combine": combine.TUNING,
-  "replicate": tiles.Tuning(),
-  "reduce": tiles.Tuning(),
+DEFAULTS: Mapping[str, TransferTuning] = {
+  "dispatch": ExchangeTuning(),
+  "combine": COMBINING,
+  "replicate": TransferTuning(),
+  "reduce": TransferTuning(),
   "copying": COPYING,
   "reducing": REDUCING,
 }
@@ -46,7 +42,7 @@ _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
 }
 
 
-def candidates(operation: str) -> dict[str, tiles.Tuning]:
+def candidates(operation: str) -> dict[str, TransferTuning]:
   """Tunings to try beside the operation's own, by a label."""
   default = DEFAULTS[operation]
   return {
@@ -66,7 +62,7 @@ def widths(operation: str, problem: Problem) -> tuple[int]:
 
 
 def contest(
-  operation: str, problem: Problem, tunings: Mapping[str, tiles.Tuning], mesh: jax.sharding.Mesh
+  operation: str, problem: Problem, tunings: Mapping[str, TransferTuning], mesh: jax.sharding.Mesh
 ) -> Contest:
   """A transfer of a layer with the problem's widths and rows, over all ranks of a mesh."""
   title = f"{problem.model} {problem.rows} {operation}"
@@ -79,7 +75,7 @@ def _over_ranks(
   title: str,
   make: Callable[[], Any],
   program: Callable[[Any], Program],
-  tunings: Mapping[str, tiles.Tuning],
+  tunings: Mapping[str, TransferTuning],
   only_used: Callable[[Any, Any], Any],
   mesh: jax.sharding.Mesh,
   most_error: float,
@@ -113,7 +109,7 @@ def _exchange(
   title: str,
   operation: str,
   problem: Problem,
-  tunings: Mapping[str, tiles.Tuning],
+  tunings: Mapping[str, TransferTuning],
   mesh: jax.sharding.Mesh,
 ) -> Contest:
   """Even random routes of as many tokens as fill the rows."""
@@ -133,10 +129,10 @@ def _exchange(
       values, dest_TK, row_TK, received_GTK = (part[0] for part in rest)
       if operation == "dispatch":
         sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
-        (out,) = dispatch([values], dest_TK, row_TK, received_GTK, **sizes)
+        (out,) = kernels.dispatch([values], dest_TK, row_TK, received_GTK, **sizes)
       else:
         gate_GTK = jnp.where(received_GTK >= 0, 0.125, 0.0).astype(jnp.float32)
-        out = combine.combine(
+        out = kernels.combine(
           values, gate_GTK, dest_TK, received_GTK, axis_name=AXIS, tuning=tuning
         )
       return first, out[None]
@@ -160,7 +156,7 @@ def _weights(
   title: str,
   operation: str,
   problem: Problem,
-  tunings: Mapping[str, tiles.Tuning],
+  tunings: Mapping[str, TransferTuning],
   mesh: jax.sharding.Mesh,
 ) -> Contest:
   """Copies for a skewed load, or their gradients' way home; alone or beside the layer's matmul."""
@@ -189,22 +185,22 @@ def _weights(
 
   plan = jnp.asarray(replica_GS, jnp.int32), jnp.asarray(parent_GS, jnp.int32)
 
-  def program(tuning: tiles.Tuning) -> Program:
+  def program(tuning: TransferTuning) -> Program:
     with_tuning: Any = {"axis_name": AXIS, "tuning": tuning}
 
     def run(first: Any, rest: tuple[Array, ...]) -> tuple[Any, Any]:
       if operation == "replicate":
-        return first, (replicate([rest[0]], *plan, **with_tuning)[0], ())
+        return first, (kernels.replicate([rest[0]], *plan, **with_tuning)[0], ())
       if operation == "reduce":
-        return reduce_replicas([rest[0]], [first], *plan, **with_tuning)[0], ()
+        return kernels.reduce_replicas([rest[0]], [first], *plan, **with_tuning)[0], ()
       if operation == "copying":
         home, rows, grad, sizes = rest
-        copying = replication([home], *plan, **with_tuning)
-        grads, copies = wgrad_beside(copying, rows, grad, sizes, HOME)
+        copying = kernels.replication([home], *plan, **with_tuning)
+        grads, copies = kernels.wgrad_beside(copying, rows, grad, sizes, HOME)
         return first, (copies[0], grads)
       replica, rows, other, weight, more, other_weight, other_more, sizes = rest
-      reducing = reduction([replica], [first], *plan, **with_tuning)
-      out, (sums,) = sum_beside(
+      reducing = kernels.reduction([replica], [first], *plan, **with_tuning)
+      out, (sums,) = kernels.sum_beside(
         reducing,
         [rows, other],
         [weight, other_weight],

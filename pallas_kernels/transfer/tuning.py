@@ -1,0 +1,72 @@
+"""How transfers between GPUs are laid out: workers, and what they move at a time.
+
+Nothing here needs Mosaic, so that settings can be read and checked without the kernels.
+"""
+
+import dataclasses
+
+SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
+SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
+_MOST_WORKERS = 8  # a warpgroup of 128 threads each, of the 1024 that a block may have
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferTuning:
+  """How many workers move tiles of which size; the same on every rank.
+
+  Attributes:
+    blocks: thread blocks; all of them must fit on a GPU at a time.
+    workers: workers per block, at most 8.
+    tile_bytes: the most bytes of a tile, a multiple of 128.
+  """
+
+  blocks: int = 132
+  workers: int = 2
+  tile_bytes: int = 16 * 1024
+
+  def __post_init__(self) -> None:
+    check_positive(self, "blocks", "workers", "tile_bytes")
+    if self.workers > _MOST_WORKERS:
+      raise ValueError(f"workers: expected at most {_MOST_WORKERS}, got {self.workers}")
+    if self.tile_bytes % SHARED_ALIGNMENT:
+      raise ValueError(f"tile_bytes: expected a multiple of 128, got {self.tile_bytes}")
+    if self.workers * self.tile_bytes > SHARED_BYTES:
+      raise ValueError(
+        f"workers * tile_bytes: expected at most {SHARED_BYTES}, "
+        f"got {self.workers * self.tile_bytes}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeTuning(TransferTuning):
+  """How many workers carry tokens, and how many at a time; the same on every rank.
+
+  Attributes:
+    blocks: thread blocks; all of them must fit on a GPU at a time.
+    workers: workers per block.
+    tile_bytes: the most bytes of a part of a row, a multiple of 128.
+    steps: chunks of a worker, if there are tokens for as many. Each costs a signal to every rank;
+      what one rank sends waits for a whole chunk before others use it.
+  """
+
+  workers: int = 4
+  steps: int = 4
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_positive(self, "steps")
+
+
+def check_positive(tuning: object, *names: str) -> None:
+  """Raises TypeError or ValueError unless these attributes are positive integers."""
+  for name in names:
+    value = getattr(tuning, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+      raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+      raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+# Of combine, as measured on H200: more workers than dispatch has, as they also add, and fewer
+# signals.
+COMBINING = ExchangeTuning(workers=8, tile_bytes=8192, steps=2)
