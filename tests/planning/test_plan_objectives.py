@@ -152,6 +152,13 @@ class TestTime:
     copies = [replicas(plan_quotas(load_GE, config, PlanCost(copy_rows, c))) for c in (119, 120)]
     assert copies == [1, 0]
 
+  @pytest.mark.parametrize("capacity, ends, copies", [(70, 70, 1), (69, 60, 2)])
+  def test_the_capacity_is_a_threshold(self, capacity, ends, copies):
+    """One copy can make the busiest rank 70, and no other threshold tries that."""
+    config = make_config(1, objective="time")
+    plan = plan_quotas(load_matrix([100, 40, 40], 3), config, PlanCost(1000, capacity))
+    assert (busiest(plan), replicas(plan)) == (ends, copies)
+
   def test_missing_cost(self):
     with pytest.raises(ValueError, match="cost: expected a PlanCost"):
       plan_quotas(load_matrix([1, 2], 2), BalanceConfig(objective="time"))

@@ -30,20 +30,27 @@ _PROFILED = 20  # calls in a trace
 RATIOS = (1.3, 1.5, 2.0, 2.5, 3.0, 6.0)  # those beyond what the shape can have become its largest
 COST = PlanCost(copy_rows=900, capacity_rows=69_632)
 
-# Experts, ranks, slots and options; "exact" is by construction.
+# Experts, ranks, slots and options; "all fit" have slots that suffice for every load.
 SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
   "E64 G4 S2": (64, 4, 2, {}),
   "E256 G64 S2": (256, 64, 2, {}),
   "E512 G64 S2": (512, 64, 2, {}),
-  "E256 G64 S4 exact": (256, 64, 4, {}),
-  "E64 G4 S16 exact": (64, 4, 16, {}),
+  "E256 G64 S4, all fit": (256, 64, 4, {}),
+  "E64 G4 S16, all fit": (64, 4, 16, {}),
+  "E128 G2 S32, all fit": (128, 2, 32, {}),
+  "E384 G2 S96, all fit": (384, 2, 96, {}),
+  "E512 G2 S128, all fit": (512, 2, 128, {}),
+  "E512 G2 S256, all fit": (512, 2, 256, {}),
+  "E512 G8 S56, all fit": (512, 8, 56, {}),
+  "E512 G8 S64, all fit": (512, 8, 64, {}),
+  "E384 G2 S95": (384, 2, 95, {}),
   "E16 G2 S2": (16, 2, 2, {}),
   "E128 G8 S3": (128, 8, 3, {}),
   "E64 G4 S2 target": (64, 4, 2, {"target": 1.01, "min_tokens_per_replica": 128}),
   "E256 G64 S2 domains": (256, 64, 2, {"domain_size": 8}),
   "E256 G64 S2 direct": (256, 64, 2, {"transfer": "direct"}),
 }
-TIMED = tuple(SHAPES)[:5]
+TIMED = tuple(SHAPES)[:11]
 ROUTED = ((256, 64), (64, 4))  # experts and ranks, at T8192 K8
 CHOSEN = ((64, 6), (128, 8), (256, 8), (512, 10))  # experts and choices
 
@@ -153,24 +160,29 @@ def where_wrong(kind: type[Plan | Routes], wrong_LF: np.ndarray) -> dict[str, li
 
 
 def check(name: str, objective: str, count: int, tokens: int) -> None:
-  """Raises AssertionError unless all plans are equal bit for bit."""
+  """Raises AssertionError unless all plans are equal bit for bit, and fit where they must."""
   num_experts, num_ranks, *_ = SHAPES[name]
   kernel, plain = planners(name, objective)
 
   @jax.jit
-  def compare(load_LGE: Array) -> tuple[Array, Array]:
-    def both(load_GE: Array) -> tuple[Array, Array]:
+  def compare(load_LGE: Array) -> tuple[Array, Array, Array]:
+    def both(load_GE: Array) -> tuple[Array, Array, Array]:
       left, right = kernel(load_GE), plain(load_GE)
-      return differ(left, right), jnp.sum(right.replica_expert >= 0)
+      busiest = jnp.max(jnp.sum(right.quota, axis=0))
+      return differ(left, right), jnp.sum(right.replica_expert >= 0), busiest
 
     return lax.map(both, load_LGE)
 
   load_LGE = np.stack(list(loads(num_experts, num_ranks, tokens, count)))
-  wrong_L3, replicas_L = map(np.asarray, compare(load_LGE))
+  wrong_L3, replicas_L, busiest_L = map(np.asarray, compare(load_LGE))
   bad = where_wrong(Plan, wrong_L3)
   assert not bad, f"{name} by {objective}: plans differ for loads {bad}"
+  could_fit_L = load_LGE.sum((1, 2), dtype=np.int64) <= COST.capacity_rows * num_ranks
+  above = int(np.sum(could_fit_L & (busiest_L > COST.capacity_rows)))
+  assert not (above and "all fit" in name), f"{name} by {objective}: {above} plans do not fit"
   print(
-    f"correct: {name} by {objective}, {len(load_LGE)} loads, up to {replicas_L.max()} replicas",
+    f"correct: {name} by {objective}, {len(load_LGE)} loads, up to {replicas_L.max()} replicas, "
+    f"{above} plans above a capacity that the mean is not",
     flush=True,
   )
 
