@@ -9,11 +9,7 @@ import pytest
 
 import ultraep_jax as uep
 from ultraep_jax import sharded
-<<<<<<< HEAD
-from ultraep_jax.stats import layer_stats
-=======
-from ultraep_jax.stats import Counts, Measured, layer_stats
->>>>>>> serving
+from ultraep_jax.stats import Agreed, Measured, layer_stats
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -49,87 +45,7 @@ def measured(request, index_LGRTK):
     y, stats = uep.sharded_moe(*layer, weights, config=config)
     return total + jnp.sum(y), stats
 
-<<<<<<< HEAD
   def kept(carry, layer):
-=======
-  with jax.set_mesh(mesh):
-    x = jnp.ones((2, index.shape[0] * index.shape[1], 4))
-    _, stats = jax.jit(lambda x: jax.lax.scan(step, jnp.float32(0), x))(x)
-  stats = jax.tree.map(lambda leaf: np.asarray(leaf[1, 0]), stats)  # second step, only group
-  plan = uep.plan_quotas(jnp.asarray(load_GE, jnp.int32), config)
-  dest_GTK, _, group_size_GP = uep.testing.brute_force_routes(jnp.asarray(index), plan)
-
-  np.testing.assert_array_equal(stats.load_GE, load_GE)
-  measured = np.bincount(dest_GTK[dest_GTK >= 0], minlength=RANKS)
-  np.testing.assert_array_equal(stats.load_after_G, measured)
-  np.testing.assert_array_equal(stats.load_planned_G, np.asarray(plan.quota).sum(axis=0))
-  np.testing.assert_array_equal(stats.replica_expert_GS, plan.replica_expert)
-  np.testing.assert_array_equal(stats.replica_parent_GS, plan.parent)
-  np.testing.assert_array_equal(stats.replica_load_GS, group_size_GP[:, EXPERTS // RANKS :])
-  assert stats.load_floor == 32 and load_GE.sum() == 127  # by 4 ranks
-  assert stats.masked == 1 and stats.replicas == (stats.replica_expert_GS >= 0).sum()
-  assert (stats.replicas > 0) == (slots > 0)
-
-
-@pytest.mark.parametrize("domain_size", [None, 2])
-def test_what_follows_from_loads_and_plan(domain_size):
-  """Against what the fields mean, one rank, expert and copy at a time."""
-  ranks, experts, slots = 6, 12, 2
-  config = uep.BalanceConfig(replica_slots=slots, objective="balance", domain_size=domain_size)
-  domains = np.arange(ranks).reshape(-1, domain_size or ranks)
-  statistics = jax.jit(lambda *counted: layer_stats(*counted, 1000, domain_size))
-  for seed in range(4):
-    load_GE = np.random.default_rng(seed).zipf(1.5, (ranks, experts)).clip(max=99).astype(np.int32)
-    plan = uep.plan_quotas(jnp.asarray(load_GE), config)
-    counts = Counts(np.arange(3, 3 + ranks), *np.arange(5, 8))
-    measured = Measured(
-      load_GE, plan.quota, plan.replica_expert, plan.parent, np.int32(9), np.zeros(0)
-    )
-    stats = jax.tree.map(np.asarray, statistics(measured, counts))
-    quota_EG, expert_GS = np.asarray(plan.quota), np.asarray(plan.replica_expert)
-    load_E = [sum(int(load_GE[rank, expert]) for rank in range(ranks)) for expert in range(experts)]
-    before = [load_E[2 * rank] + load_E[2 * rank + 1] for rank in range(ranks)]
-
-    def reachable(busiest, before=before):
-      return all(sum(before[rank] for rank in ranks) <= busiest * len(ranks) for ranks in domains)
-
-    assert stats.load_floor == next(filter(reachable, itertools.count()))
-    np.testing.assert_array_equal(stats.load_GE, load_GE)
-    assert stats.expert_load_E.tolist() == load_E
-    assert stats.load_before_G.tolist() == before
-    assert stats.load_planned_G.tolist() == quota_EG.sum(axis=0).tolist()
-    assert stats.load_after_G.tolist() == list(range(3, 3 + ranks))
-    assert (stats.remote_assignments, stats.masked, stats.invalid, stats.rounds) == (5, 6, 7, 9)
-    copies = [(rank, slot) for rank in range(ranks) for slot in range(slots)]
-    copies = [at for at in copies if expert_GS[at] >= 0]
-    assert copies and stats.replicas == len(copies) and stats.replica_bytes == 1000 * len(copies)
-    senders = [int(plan.parent[at]) for at in copies]
-    assert stats.max_fanout == max(map(senders.count, senders), default=0)
-    np.testing.assert_array_equal(stats.replica_expert_GS, expert_GS)
-    np.testing.assert_array_equal(stats.replica_parent_GS, plan.parent)
-    for rank, slot in np.ndindex(expert_GS.shape):
-      filled = (rank, slot) in copies
-      served = quota_EG[expert_GS[rank, slot], rank] if filled else 0
-      assert stats.replica_load_GS[rank, slot] == served
-
-
-@pytest.mark.parametrize("slots", [0, 2])
-def test_statistics_of_a_scan_afterwards(slots):
-  """Those of each layer, on a mesh whose token groups have loads of their own."""
-  config = uep.BalanceConfig(objective="balance", capacity_factor=1.25, replica_slots=slots)
-  weights = uep.ExpertWeights(*[jnp.ones((EXPERTS, 4, 4))] * 3)
-  mesh = jax.make_mesh((2, RANKS), ("data", "expert"))
-  keys = jax.random.split(jax.random.key(0), 3)
-  shape = (len(keys), 2 * RANKS * 8, TOP_K)
-  popular = jax.random.randint(keys[0], shape, 0, EXPERTS) ** 2 // EXPERTS
-  index = popular.at[0, 0].set(jnp.array([-1, EXPERTS]))
-  x, gate = jnp.ones((*shape[:2], 4)), jnp.ones(shape)
-
-  def one(carry, layer):
-    return carry, uep.sharded_moe(*layer, weights, config=config)[1]
-
-  def measured(carry, layer):
->>>>>>> serving
     return carry, sharded.measured_sharded_moe(*layer, weights, config=config)[1]
 
   @jax.jit
@@ -175,6 +91,67 @@ def test_statistics_of_a_scan_afterwards(measured):
   assert got.load_GE.shape == (LAYERS, GROUPS, RANKS, EXPERTS)
   assert (got.load_GE[:, 0] != got.load_GE[:, 1]).any()
   jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("domain_size", [None, 2])
+def test_what_follows_from_what_was_measured(domain_size):
+  """One rank, expert and copy at a time; the loads of no domain are a multiple of its size."""
+  ranks, experts, slots = 6, 12, 2
+  domains = np.arange(ranks).reshape(-1, domain_size or ranks)
+  rng = np.random.default_rng(0)
+  load_NGE = rng.zipf(1.5, (4, ranks, experts)).clip(max=99).astype(np.int32)
+  count_NGX = rng.integers(0, 99, (4, ranks, ranks + 2)).astype(np.int32)
+  quota_NEG = rng.integers(0, 99, (4, experts, ranks)).astype(np.int32)
+  filled_NGS = rng.random((4, ranks, slots)) < 0.7
+  away_NGS = [
+    [
+      rng.permutation([e for e in range(experts) if e // 2 != rank])[:slots]
+      for rank in range(ranks)
+    ]
+    for _ in range(4)
+  ]
+  expert_NGS = np.where(filled_NGS, away_NGS, -1).astype(np.int32)
+  parent_NGS = np.where(filled_NGS, rng.integers(0, ranks, filled_NGS.shape), -1).astype(np.int32)
+  agreed = Agreed(
+    load_GE=load_NGE,
+    quota_EG=quota_NEG,
+    replica_expert_GS=expert_NGS,
+    parent_GS=parent_NGS,
+    rounds=np.arange(4),
+    copy_bytes=1000,
+    domain_size=domain_size,
+  )
+  stats = jax.tree.map(np.asarray, layer_stats(Measured(agreed, count_NGX)))
+  rounded = 0
+  for n in range(4):
+    one = jax.tree.map(lambda leaf, n=n: leaf[n], stats)
+    load_E = [sum(int(load_NGE[n, rank, expert]) for rank in range(ranks)) for expert in range(12)]
+    before = [load_E[2 * rank] + load_E[2 * rank + 1] for rank in range(ranks)]
+    of_domain = [sum(before[rank] for rank in domain) for domain in domains]
+
+    def reachable(busiest, of_domain=of_domain):
+      return all(load <= busiest * len(domains[0]) for load in of_domain)
+
+    assert one.load_floor == next(filter(reachable, itertools.count()))
+    rounded += max(of_domain) % len(domains[0]) > 0
+    np.testing.assert_array_equal(one.load_GE, load_NGE[n])
+    assert one.expert_load_E.tolist() == load_E and one.load_before_G.tolist() == before
+    assert one.load_planned_G.tolist() == quota_NEG[n].sum(axis=0).tolist()
+    sent_GG, (masked, invalid) = count_NGX[n, :, :ranks], count_NGX[n, :, ranks:].sum(axis=0)
+    assert one.load_after_G.tolist() == sent_GG.sum(axis=0).tolist()
+    assert one.remote_assignments == sent_GG.sum() - np.trace(sent_GG)
+    assert (one.masked, one.invalid, one.rounds) == (masked, invalid, n)
+    copies = [at for at in np.ndindex(ranks, slots) if expert_NGS[n][at] >= 0]
+    assert copies and one.replicas == len(copies) and one.replica_bytes == 1000 * len(copies)
+    senders = [int(parent_NGS[n][at]) for at in copies]
+    assert one.max_fanout == max(map(senders.count, senders))
+    np.testing.assert_array_equal(one.replica_expert_GS, expert_NGS[n])
+    np.testing.assert_array_equal(one.replica_parent_GS, parent_NGS[n])
+    for rank, slot in np.ndindex(ranks, slots):
+      filled = (rank, slot) in copies
+      served = quota_NEG[n, expert_NGS[n, rank, slot], rank] if filled else 0
+      assert one.replica_load_GS[rank, slot] == served
+  assert rounded
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])

@@ -23,8 +23,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pallas_kernels import tunings
-from pallas_kernels import UNTUNED, Tunings
+from pallas_kernels import UNTUNED, Tunings, tunings
 from ultraep_jax.devices.facts import FACTS, Fact, Matmul, factor, parse_facts, parse_matmuls
 
 FORMAT = 1
