@@ -1,5 +1,7 @@
 """Packing: places are legal, rows balanced, nobody runs later; the arrays hold the prompts."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +20,24 @@ def problems(draw):
     alignment=alignment,
     max_requests=draw(st.integers(1, 6)),
   )
-  lengths = draw(st.lists(st.integers(1, config.buckets[-1]), min_size=1, max_size=40))
+  largest = config.buckets[-1]
+  length = st.one_of(st.integers(1, largest), st.integers(1, min(2 * alignment, largest)))
+  lengths = draw(st.lists(length, min_size=1, max_size=40))
   return lengths, draw(st.integers(1, 5)), config
+
+
+def longest_first(sizes, rows, config):
+  """The row of each request, each in the row with the fewest tokens; None if they do not fit."""
+  used, count, row_of = [0] * rows, [0] * rows, [0] * len(sizes)
+  for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    open_rows = [row for row in range(rows) if count[row] < config.max_requests]
+    row = min(open_rows, key=lambda row: used[row], default=None)
+    if row is None or used[row] + sizes[i] > config.buckets[-1]:
+      return None
+    used[row] += sizes[i]
+    count[row] += 1
+    row_of[i] = row
+  return row_of
 
 
 @given(problems())
@@ -37,6 +55,10 @@ def test_packing_is_legal_balanced_and_fills_the_arrays(problem):
   used = np.zeros(rows, int)
   for i, row in enumerate(packing.row):  # in order: a row's requests follow each other
     assert packing.start[i] == used[row] and packing.start[i] % config.alignment == 0
+    if i >= run:  # it overtook, and takes the row where it leaves the least room
+      open_rows = [row for row in range(rows) if packing.row[:i].count(row) < config.max_requests]
+      fits = [used[row] for row in open_rows if used[row] + sizes[i] <= packing.bucket]
+      assert used[row] == max(fits)
     assert packing.slot[i] == packing.row[:i].count(row) < config.max_requests
     used[row] += sizes[i]
   assert packing.bucket == min(b for b in config.buckets if b >= used.max())
@@ -44,6 +66,11 @@ def test_packing_is_legal_balanced_and_fills_the_arrays(problem):
     assert used.max() - used.min() <= max(sizes)
   room = rows * config.buckets[-1]
   every = [aligned(n, config.alignment) for n in problem[0]]
+  placed = (longest_first(every[: n + 1], rows, config) for n in range(len(every)))
+  sure = list(itertools.takewhile(lambda rows_of: rows_of is not None, placed))
+  assert run >= len(sure)  # all of the first ones that fit
+  if taken == len(sure):
+    assert list(packing.row) == sure[-1]
   if len(every) <= config.max_requests and sum(every) <= room - rows * max(every):
     assert not left
   if left:  # nothing that is left would still fit
@@ -68,6 +95,14 @@ def test_packing_is_legal_balanced_and_fills_the_arrays(problem):
     assert place[0] % config.alignment == 0 and batch.last_BR[row, slot] == place[-1]
 
 
+def test_a_row_holds_no_more_requests_than_it_may():
+  """The second row has the fewest tokens, and room, but both of its requests."""
+  config = EngineConfig(buckets=(8,), alignment=1, max_requests=2)
+  assert pack([8, 1, 1, 1], 2, config)[1:3] == ((0, 1, 2), (0, 1, 1))
+  config = EngineConfig(buckets=(16,), alignment=1, max_requests=2)
+  assert pack([8, 1, 1, 1], 2, config).row == (0, 1, 1, 0)
+
+
 def test_later_requests_take_what_is_left():
   config = EngineConfig(buckets=(4, 8), alignment=4, max_requests=2)
   assert pack([8, 8, 1], 1, config).taken == (0,)  # no room
@@ -77,6 +112,8 @@ def test_later_requests_take_what_is_left():
   config = EngineConfig(buckets=(12,), alignment=4, max_requests=3)
   assert pack([5, 8, 1, 1], 1, config).taken == (0, 2)
   assert pack([5, 12, 8, 1, 4], 2, config).taken == (0, 1, 3)
+  config = EngineConfig(buckets=(4,), alignment=1)
+  assert pack([3, 2, 4, 1], 2, config)[1:3] == ((0, 1, 3), (0, 1, 0))  # where it leaves no room
 
 
 @given(problems())
