@@ -1,5 +1,7 @@
 """Statistics against what single assignments do."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import ultraep_jax as uep
 from ultraep_jax import sharded
-from ultraep_jax.stats import layer_stats
+from ultraep_jax.stats import Agreed, Measured, layer_stats
 
 LAYERS, GROUPS, RANKS, EXPERTS, TOKENS, TOP_K = 2, 2, 4, 8, 16, 2
 
@@ -87,3 +89,64 @@ def test_statistics_of_a_scan_afterwards(measured):
   assert got.load_GE.shape == (LAYERS, GROUPS, RANKS, EXPERTS)
   assert (got.load_GE[:, 0] != got.load_GE[:, 1]).any()
   jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("domain_size", [None, 2])
+def test_what_follows_from_what_was_measured(domain_size):
+  """One rank, expert and copy at a time; the loads of no domain are a multiple of its size."""
+  ranks, experts, slots = 6, 12, 2
+  domains = np.arange(ranks).reshape(-1, domain_size or ranks)
+  rng = np.random.default_rng(0)
+  load_NGE = rng.zipf(1.5, (4, ranks, experts)).clip(max=99).astype(np.int32)
+  count_NGX = rng.integers(0, 99, (4, ranks, ranks + 2)).astype(np.int32)
+  quota_NEG = rng.integers(0, 99, (4, experts, ranks)).astype(np.int32)
+  filled_NGS = rng.random((4, ranks, slots)) < 0.7
+  away_NGS = [
+    [
+      rng.permutation([e for e in range(experts) if e // 2 != rank])[:slots]
+      for rank in range(ranks)
+    ]
+    for _ in range(4)
+  ]
+  expert_NGS = np.where(filled_NGS, away_NGS, -1).astype(np.int32)
+  parent_NGS = np.where(filled_NGS, rng.integers(0, ranks, filled_NGS.shape), -1).astype(np.int32)
+  agreed = Agreed(
+    load_GE=load_NGE,
+    quota_EG=quota_NEG,
+    replica_expert_GS=expert_NGS,
+    parent_GS=parent_NGS,
+    rounds=np.arange(4),
+    copy_bytes=1000,
+    domain_size=domain_size,
+  )
+  stats = jax.tree.map(np.asarray, layer_stats(Measured(agreed, count_NGX)))
+  rounded = 0
+  for n in range(4):
+    one = jax.tree.map(lambda leaf, n=n: leaf[n], stats)
+    load_E = [sum(int(load_NGE[n, rank, expert]) for rank in range(ranks)) for expert in range(12)]
+    before = [load_E[2 * rank] + load_E[2 * rank + 1] for rank in range(ranks)]
+    of_domain = [sum(before[rank] for rank in domain) for domain in domains]
+
+    def reachable(busiest, of_domain=of_domain):
+      return all(load <= busiest * len(domains[0]) for load in of_domain)
+
+    assert one.load_floor == next(filter(reachable, itertools.count()))
+    rounded += max(of_domain) % len(domains[0]) > 0
+    np.testing.assert_array_equal(one.load_GE, load_NGE[n])
+    assert one.expert_load_E.tolist() == load_E and one.load_before_G.tolist() == before
+    assert one.load_planned_G.tolist() == quota_NEG[n].sum(axis=0).tolist()
+    sent_GG, (masked, invalid) = count_NGX[n, :, :ranks], count_NGX[n, :, ranks:].sum(axis=0)
+    assert one.load_after_G.tolist() == sent_GG.sum(axis=0).tolist()
+    assert one.remote_assignments == sent_GG.sum() - np.trace(sent_GG)
+    assert (one.masked, one.invalid, one.rounds) == (masked, invalid, n)
+    copies = [at for at in np.ndindex(ranks, slots) if expert_NGS[n][at] >= 0]
+    assert copies and one.replicas == len(copies) and one.replica_bytes == 1000 * len(copies)
+    senders = [int(parent_NGS[n][at]) for at in copies]
+    assert one.max_fanout == max(map(senders.count, senders))
+    np.testing.assert_array_equal(one.replica_expert_GS, expert_NGS[n])
+    np.testing.assert_array_equal(one.replica_parent_GS, parent_NGS[n])
+    for rank, slot in np.ndindex(ranks, slots):
+      filled = (rank, slot) in copies
+      served = quota_NEG[n, expert_NGS[n, rank, slot], rank] if filled else 0
+      assert one.replica_load_GS[rank, slot] == served
+  assert rounded
