@@ -1,17 +1,15 @@
 """Checkpoints of unknown origin: whatever their files hold, errors are those that are promised."""
 
-import copy
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from checkpoint_files import write_checkpoint, write_raw
+from hostile_values import VALUES, places, replaced
 from test_models_config import DEEPSEEK_V3, GLM_45, QWEN3_30B
 
 from ultraep_jax import models
@@ -23,44 +21,6 @@ DEEP = "[" * 100_000  # overflows a recursive parser's stack
 HALF = '{"%s": "\\ud800"}'  # half a surrogate pair, which no UTF-8 can hold
 STRETCHED = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
 CONFIGS = [QWEN3_30B | STRETCHED, GLM_45, DEEPSEEK_V3]
-VALUES: list[Any] = [
-  None,
-  True,
-  0,
-  1,
-  -1,
-  2**31,
-  10**400,
-  0.5,
-  1e-320,
-  1e308,
-  math.nan,
-  math.inf,
-  "",
-  "x",
-  [],
-  [[]],
-  [None],
-  {},
-  {"a": []},
-  json.loads("[" * 500 + "]" * 500),
-]
-
-
-def places(hf: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-  """The keys that lead to every value."""
-  for key, value in hf.items():
-    yield (key,)
-    if isinstance(value, dict):
-      yield from ((key, *below) for below in places(value))
-
-
-def replaced(hf: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
-  hf = copy.copy(hf)
-  hf[place[0]] = value if len(place) == 1 else replaced(hf[place[0]], place[1:], value)
-  return hf
-
-
 # Fields that the files above leave out.
 ABSENT = {
   "layer_types": [],

@@ -3,10 +3,10 @@
 import pathlib
 from typing import Any
 
+from ultraep_jax.files import read_json
 from ultraep_jax.models import hf_fields
 from ultraep_jax.models.problems import summary
 from ultraep_jax.models.safetensors_file import Tensor, read_header
-from ultraep_jax.tools.files import read_json
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ultraep_jax.tools.files import parse_json, regular
+from ultraep_jax.files import parse_json, regular
 
 try:
   from safetensors import SafetensorError, safe_open

@@ -13,8 +13,8 @@ import importlib.resources
 import pathlib
 from typing import NamedTuple
 
+from ultraep_jax.files import parse_json, regular
 from ultraep_jax.simulate.clusters import Cluster
-from ultraep_jax.tools.files import parse_json, regular
 
 FORMAT = 1
 _MOST = 1e30  # of a number; times and rates made of such are finite

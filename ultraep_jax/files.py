@@ -59,16 +59,18 @@ def read_array(path: pathlib.Path) -> np.ndarray:
     ValueError: something else is there; the message begins with the path.
     OSError: it cannot be read.
   """
+  with regular(path).open("rb") as file:
+    if file.read(6) != b"\x93NUMPY":
+      raise ValueError(f"{path}: expected a whole .npy file, got something else")
   try:
     # A map compares the size that the header claims with that of the file, and allocates nothing.
-    found = np.load(regular(path), mmap_mode="r", allow_pickle=False)
+    found = np.load(path, mmap_mode="r", allow_pickle=False)
   except OSError:
     raise
   except Exception as error:  # the header is parsed as Python, which fails in many ways
-    raise ValueError(f"{path}: expected a whole .npy file, got {error}") from error
-  if not isinstance(found, np.ndarray) or found.dtype.kind not in "biuf":
-    got = found.dtype if isinstance(found, np.ndarray) else "several arrays"
-    raise ValueError(f"{path}: expected a .npy file of numbers, got {got}")
+    raise ValueError(f"{path}: expected a whole .npy file, got {error!s:.200}") from error
+  if found.dtype.kind not in "biuf":
+    raise ValueError(f"{path}: expected a .npy file of numbers, got {found.dtype}")
   return np.array(found)
 
 
