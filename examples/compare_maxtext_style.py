@@ -12,11 +12,15 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from flax import nnx
 from maxtext_style.balanced import BalancedRoutedMoE
 from maxtext_style.block import Array, Output, RoutedMoE
 from maxtext_style.config import Config, make_mesh
+
+try:
+  import orbax.checkpoint as ocp
+except ImportError as error:
+  raise SystemExit("expected orbax, got none: pip install 'ultraep-jax[examples]'") from error
 
 CPU_DEVICES = 8
 

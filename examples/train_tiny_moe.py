@@ -23,10 +23,9 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from orbax.checkpoint import CheckpointManager
 from tiny_moe import checkpoints, report
 from tiny_moe.data import load_text
 from tiny_moe.settings import Settings, SettingsError, flag
@@ -34,6 +33,9 @@ from tiny_moe.training import held_out_loss, make_mesh, make_training, microbatc
 from tqdm import tqdm
 
 import ultraep_jax as uep
+
+if TYPE_CHECKING:
+  from orbax.checkpoint import CheckpointManager
 
 CPU_DEVICES = 8
 HELP = {
@@ -71,9 +73,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
       recorder = None
       if args.trace:
         recorder = stack.enter_context(report.open_trace(args.trace, settings, args.resume))
+      args.out.mkdir(parents=True, exist_ok=True)
       results = run(settings, args.out, manager, args.resume, recorder)
   except SettingsError as error:
     parser.error(str(error))
+  except OSError as error:  # a folder that cannot be made or written
+    parser.exit(1, f"{parser.prog}: {error}\n")
   for name, value in results.items():
     if name != "history":
       print(f"{name:>18}  {value:.4f}")
@@ -129,7 +134,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def run(
   settings: Settings,
   out: pathlib.Path,
-  manager: CheckpointManager | None,
+  manager: "CheckpointManager | None",
   resume: bool,
   recorder: uep.trace.Recorder | None,
 ) -> dict[str, Any]:
@@ -139,7 +144,6 @@ def run(
   state, first_step = training.state, 0
   if manager is not None and resume:
     state, first_step = checkpoints.restore(manager, state, settings)
-  out.mkdir(parents=True, exist_ok=True)
   history, file = report.open_metrics(out / "metrics.jsonl", first_step)
   mesh = dict(jax.sharding.get_mesh().shape)
   print(f"{settings.strategy} on {jax.default_backend()}, mesh {mesh}; the first step compiles")

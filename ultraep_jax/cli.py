@@ -12,8 +12,10 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+import jax
+
 import ultraep_jax.commands
-from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.tools.errors import CommandError, no_devices
 
 # Modules of ``ultraep_jax.commands``, imported when chosen.
 COMMANDS = ("demo", "plan", "trace", "view", "simulate", "paper", "bench", "doctor")
@@ -42,19 +44,48 @@ def main(argv: Sequence[str] | None = None) -> int:
   if passes_on:
     args.rest = rest
   elif rest:
-    parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
   try:
     status = command.run(args)
     sys.stdout.flush()
     return status
-  except CommandError as error:
-    print(f"{parser.prog}: {error}", file=sys.stderr)
-    return 1
-  except BrokenPipeError:  # the reader of a pipe had enough
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
   except KeyboardInterrupt:
     return 130
+  except BrokenPipeError:  # the reader of a pipe had enough
+    _discard_output()
+    return 0
+  except Exception as error:
+    reason = _reason(error)
+    if reason is None:  # a fault of this program
+      raise
+    print(f"{parser.prog}: {reason}", file=sys.stderr)
+    return 1
+
+
+def _reason(error: Exception) -> str | None:
+  """One line for an error that is the command line's or the machine's."""
+  if isinstance(error, CommandError):
+    return str(error)
+  if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
+    return f"memory: expected enough for these sizes, got: {error}".splitlines()[0]
+  if isinstance(error, OSError):
+    try:
+      sys.stdout.flush()
+    except OSError:
+      _discard_output()
+    unnamed = error.filename is None and error.strerror  # so has what is printed
+    return f"output: expected to write it, got: {error.strerror}" if unnamed else str(error)
+  if isinstance(error, RuntimeError | AssertionError):
+    try:
+      jax.devices()
+    except (RuntimeError, AssertionError) as cause:
+      return no_devices(cause)
+  return None
+
+
+def _discard_output() -> None:
+  """Else Python would try to write what is left of it once more, when it ends."""
+  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ Objective = Literal["balance", "time"]
 TransferTree = Literal["auto", "direct", "relay"]
 # Strategies that need nothing but the batch; those with a history are given as planners.
 StrategyName = Literal["quota", "none", "ideal", "exact", "eplb+"]
+_MOST_SLOTS = 2**16  # more than any model's experts; with the ranks, an int32 counts all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class BalanceConfig:
 
   def __post_init__(self) -> None:
     if self.replica_slots != "auto":
-      check_int("replica_slots", self.replica_slots, minimum=0)
+      check_int("replica_slots", self.replica_slots, minimum=0, maximum=_MOST_SLOTS)
     check_int("worst_case_bytes", self.worst_case_bytes, minimum=0)
     check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
     if self.domain_size is not None:
@@ -132,11 +133,13 @@ class Strategy(NamedTuple):
   reassign: Reassign | None = None
 
 
-def check_int(name: str, value: object, minimum: int) -> None:
+def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> None:
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
   if value < minimum:
     raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+  if value > maximum:
+    raise ValueError(f"{name}: expected at most {maximum}, got {value}")
 
 
 def check_factor(name: str, value: object) -> None:

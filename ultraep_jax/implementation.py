@@ -18,16 +18,21 @@ _log = logging.getLogger("ultraep_jax")
 
 
 def resolve(implementation: Implementation) -> Implementations:
-  """The implementations to try, in order; asks for the devices if it is ``"auto"``.
+  """The implementations to try, in order; asks for the devices unless it is ``"portable"``.
 
-  On GPUs that the kernels do not run on, the reason is logged once.
+  On GPUs that the kernels do not run on, the reason is logged once, and so is that kernels are
+  asked for where none run: lowered for another device they still compile.
 
   >>> resolve("portable")
   ('portable',)
   """
-  if implementation != "auto":
-    return (implementation,)
+  if implementation == "portable":
+    return ("portable",)
   reason = why_portable()
+  if implementation == "mosaic_gpu":
+    if reason is not None:
+      _warn_once(f'implementation "mosaic_gpu" (kernels for Hopper GPUs) does not run: {reason}')
+    return ("mosaic_gpu",)
   if reason is None:
     return ("mosaic_gpu", "portable")
   _say_once(reason)
@@ -67,7 +72,16 @@ def first_that_can[T](
       return candidates[name]()
     except NotImplementedError as reason:
       _log.debug("%s: %s", name, reason)
-  return candidates[last]()
+  if last != "mosaic_gpu":
+    return candidates[last]()
+  try:
+    return candidates[last]()
+  except NotImplementedError as reason:
+    # Sizes that a kernel cannot do are of no use to know where no kernel runs.
+    if (obstacle := why_portable()) is None:
+      raise
+    message = f'implementation "mosaic_gpu" (kernels for Hopper GPUs): {obstacle}; {reason}'
+    raise NotImplementedError(message) from reason
 
 
 @functools.cache
@@ -76,3 +90,8 @@ def _say_once(reason: str) -> None:
   _log.log(
     logging.WARNING if on_gpu else logging.INFO, 'implementation "auto" is "portable": %s', reason
   )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+  _log.warning(text)

@@ -57,8 +57,8 @@ def zipf_loads(
   >>> int(load_GE.sum(axis=0).reshape(8, 4).sum(axis=1).max())
   4096
   """
-  _check(num_experts, num_ranks, tokens, top_k)
-  rng = np.random.default_rng(seed)
+  check_sizes(num_experts, num_ranks, tokens, top_k)
+  rng = _generator(seed)
   probability_GM = _zipf_probability(num_experts, num_ranks, top_k, ratio)
   if shuffle:
     probability_GM = rng.permuted(rng.permutation(probability_GM), axis=1)
@@ -84,11 +84,11 @@ def flat_loads(
   >>> load_GE.sum(axis=0)[:6].tolist()
   [1024, 1024, 1024, 1024, 439, 439]
   """
-  _check(num_experts, num_ranks, tokens, top_k)
+  check_sizes(num_experts, num_ranks, tokens, top_k)
   limit = min(num_ranks, num_experts / top_k)
   if not 1 <= ratio <= limit:
     raise ValueError(f"ratio: expected a number in [1, {limit:g}], got {ratio}")
-  rng = np.random.default_rng(seed)
+  rng = _generator(seed)
   cold = (num_ranks - ratio) / max(num_ranks - 1, 1)
   probability_GM = np.full((num_ranks, num_experts // num_ranks), top_k / num_experts)
   hot = int(rng.integers(num_ranks)) if shuffle else 0
@@ -106,9 +106,9 @@ def balanced_loads(
   >>> balanced_loads(0, 8, 4, tokens=16, top_k=2).sum(axis=0).tolist()
   [16, 16, 16, 16, 16, 16, 16, 16]
   """
-  _check(num_experts, num_ranks, tokens, top_k)
+  check_sizes(num_experts, num_ranks, tokens, top_k)
   probability_E = np.full(num_experts, top_k / num_experts)
-  return sample_loads(np.random.default_rng(seed), probability_E, num_ranks, tokens)
+  return sample_loads(_generator(seed), probability_E, num_ranks, tokens)
 
 
 def all_to_one_loads(
@@ -122,7 +122,7 @@ def all_to_one_loads(
   >>> all_to_one_loads(8, 4, tokens=16, top_k=1).sum(axis=0).tolist()
   [64, 0, 0, 0, 0, 0, 0, 0]
   """
-  _check(num_experts, num_ranks, tokens, top_k)
+  check_sizes(num_experts, num_ranks, tokens, top_k)
   if not 0 <= rank < num_ranks:
     raise ValueError(f"rank: expected a rank in [0, {num_ranks}), got {rank}")
   load_GE = np.zeros((num_ranks, num_experts), np.int32)
@@ -154,7 +154,7 @@ def bursty_loads(
   """
   if steps < 1:
     raise ValueError(f"steps: expected at least 1, got {steps}")
-  rng = np.random.default_rng(seed)
+  rng = _generator(seed)
   loads: list[np.ndarray] = []
   while len(loads) < steps:
     burst = int(rng.integers(2**31))
@@ -183,10 +183,10 @@ def adversarial_loads(
   >>> int(adversarial_loads(0, 32, 8, tokens=16, top_k=2, kind="giant").sum(axis=0).max())
   128
   """
-  _check(num_experts, num_ranks, tokens, top_k)
+  check_sizes(num_experts, num_ranks, tokens, top_k)
   if kind not in ADVERSARIAL_KINDS:
     raise ValueError(f"kind: expected one of {ADVERSARIAL_KINDS}, got {kind!r}")
-  rng = np.random.default_rng(seed)
+  rng = _generator(seed)
   num_home = num_experts // num_ranks
   weight_GM = np.ones((num_ranks, num_home))
   rank_G1 = np.arange(num_ranks)[:, None]
@@ -233,7 +233,7 @@ def expert_indices(seed: int, load_GE: np.ndarray, top_k: int) -> np.ndarray:
   tokens = int(rows[0]) // top_k
   if load_GE.max() > tokens or load_GE.min() < 0:
     raise ValueError(f"load_GE: expected entries in [0, {tokens}], got {load_GE.max()}")
-  rng = np.random.default_rng(seed)
+  rng = _generator(seed)
   # Assignment i in expert order belongs to token i mod T: at most T in a row have one expert.
   experts = np.arange(num_experts, dtype=np.int32)
   index_GTK = np.stack([np.repeat(experts, row).reshape(top_k, tokens).T for row in load_GE])
@@ -241,13 +241,29 @@ def expert_indices(seed: int, load_GE: np.ndarray, top_k: int) -> np.ndarray:
   return np.stack(shuffled).reshape(num_ranks, tokens, top_k)
 
 
-def _check(num_experts: int, num_ranks: int, tokens: int, top_k: int) -> None:
+def check_sizes(num_experts: int, num_ranks: int, tokens: int, top_k: int) -> None:
+  """Checks the sizes of loads against each other, and against what int32 counts.
+
+  Raises:
+    ValueError: they do not fit.
+  """
   if num_ranks < 1 or num_experts < num_ranks or num_experts % num_ranks:
     raise ValueError(f"num_experts: expected a multiple of {num_ranks} ranks, got {num_experts}")
   if tokens < 1:
     raise ValueError(f"tokens: expected at least 1, got {tokens}")
   if not 1 <= top_k <= num_experts:
     raise ValueError(f"top_k: expected a number in [1, {num_experts}], got {top_k}")
+  if max(num_ranks * tokens * top_k, num_ranks * num_experts) >= 2**31:
+    raise ValueError(
+      "sizes: expected ranks * tokens * top_k and ranks * experts below 2**31 (int32 counts), "
+      f"got {num_ranks} ranks, {tokens} tokens, {top_k} of {num_experts} experts"
+    )
+
+
+def _generator(seed: int) -> np.random.Generator:
+  if seed < 0:
+    raise ValueError(f"seed: expected at least 0, got {seed}")
+  return np.random.default_rng(seed)
 
 
 def _zipf_probability(num_experts: int, num_ranks: int, top_k: int, ratio: float) -> np.ndarray:

@@ -1,1 +1,7 @@
 """The parts of ``train_tiny_moe.py``: settings, data, model, training, checkpoints, report."""
+
+import importlib.util
+
+for _name in ("matplotlib", "orbax", "safetensors", "tqdm"):
+  if importlib.util.find_spec(_name) is None:
+    raise SystemExit(f"expected {_name}, got none: pip install 'ultraep-jax[examples]'")

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+_MOST = 1_000_000  # far beyond what a small model can use
+
 
 class SettingsError(ValueError):
   """A flag is out of range or does not fit another flag, the devices or the checkpoint."""
@@ -50,11 +52,11 @@ class Settings:
   experts: int = 16
 
   def __post_init__(self) -> None:
-    for name in ("ranks", "data", "steps", "batch", "seq", "accumulate", "layers"):
-      _check_at_least(1, name, getattr(self, name))
+    for name in ("ranks", "data", "steps", "batch", "seq", "accumulate", "layers", "width"):
+      _check_range(1, name, getattr(self, name))
     for name in ("replica_slots", "learning_rate", "balance_loss", "seed"):
-      _check_at_least(0, name, getattr(self, name))
-    _check_at_least(2, "experts", self.experts)
+      _check_range(0, name, getattr(self, name))
+    _check_range(2, "experts", self.experts)
     _check_multiple("width", self.width, 16, "the channels of a head")
     _check_multiple("experts", self.experts, self.ranks, "--ranks")
     parts = self.devices * self.accumulate
@@ -71,9 +73,11 @@ def flag(name: str) -> str:
   return "--" + name.replace("_", "-")
 
 
-def _check_at_least(minimum: int, name: str, value: float) -> None:
+def _check_range(minimum: int, name: str, value: float) -> None:
   if not value >= minimum:
     raise SettingsError(f"{flag(name)}: expected at least {minimum}, got {value}")
+  if value > _MOST:
+    raise SettingsError(f"{flag(name)}: expected at most {_MOST}, got {value}")
 
 
 def _check_multiple(name: str, value: int, divisor: int, what: str) -> None:

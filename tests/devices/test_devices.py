@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 import pytest
+from hostile_values import VALUES, replaced, some_places
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import ultraep_jax as uep
@@ -190,3 +191,26 @@ def test_no_such_file(tmp_path):
   path = tmp_path / "mine.json"
   path.write_text(changed(name="mine"))
   assert Device.load(path).name == "mine"
+
+
+def test_any_value_in_any_place_is_read_or_refused():
+  data = json.loads((FOLDER / "h200.json").read_text())
+  refused = 0
+  for place in some_places(data, each=1):
+    for value in VALUES:
+      try:
+        parse(json.dumps(replaced(data, place, value)))
+      except ValueError:
+        refused += 1
+  assert refused > 250
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"name": "\\ud800"}', b"\xff\xfe{}"])
+def test_what_is_no_json_is_refused(text, tmp_path):
+  path = tmp_path / "device.json"
+  path.write_bytes(text if isinstance(text, bytes) else text.encode())
+  with pytest.raises(ValueError, match=r"device\.json: expected JSON"):
+    Device.load(path)
+  for other in (tmp_path, "/dev/zero", tmp_path / "none"):
+    with pytest.raises(ValueError, match=r"device: expected one of .*expected a file, got"):
+      Device.load(other)

@@ -242,9 +242,9 @@ def test_an_index_without_places(tmp_path):
     Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("block", [128, [128], [0, 128], ["a", 1]])
+@pytest.mark.parametrize("block", [128, "128", [128], [0, 128], ["a", 1], [128.0, 128], [1, 2**70]])
 def test_wrong_block_sizes(tmp_path, block):
-  with pytest.raises(ValueError, match="two positive weight_block_size"):
+  with pytest.raises(ValueError, match="weight_block_size: expected"):
     Checkpoint(write_checkpoint(tmp_path, [A], block=block))
 
 

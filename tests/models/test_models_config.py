@@ -222,7 +222,7 @@ YARN = DEEPSEEK_V3["rope_scaling"]
     (QWEN3_30B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected"),
     (QWEN3_30B, {"hidden_size": None}, "hidden_size: expected an integer .*got nothing"),
     (QWEN3_30B, {"hidden_size": 2048.0}, "hidden_size: expected an integer .*got 2048.0"),
-    (QWEN3_30B, {"num_hidden_layers": 0}, "num_hidden_layers: expected .* at least 1, got 0"),
+    (QWEN3_30B, {"num_hidden_layers": 0}, "num_hidden_layers: expected .* from 1 to 4096, got 0"),
     (QWEN3_30B, {"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of 32, got 5"),
     (QWEN3_30B, {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, got 1"),
     (QWEN3_30B, {"rms_norm_eps": "1e-6"}, "rms_norm_eps: expected a number above 0"),

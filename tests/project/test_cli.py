@@ -22,7 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ultraep_jax import cli, testing
 from ultraep_jax.bench.kernels import exchange as bench_exchange
 from ultraep_jax.bench.kernels import plan as bench_plan
-from ultraep_jax.commands import demo
+from ultraep_jax.commands import bench, demo
 from ultraep_jax.commands import doctor as doctor_command
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.doctor import description_advice, mesh_advice
@@ -122,10 +122,16 @@ def test_demo_is_in_the_checkout():
 
 
 def test_bench_lists_and_passes_arguments_on(capsys):
-  files = (ROOT / "ultraep_jax/bench").glob("[a-z]*.py")
-  names = {path.stem for path in files if "def main(" in path.read_text()}
+  folder = ROOT / "ultraep_jax/bench"
+  modules = {
+    ".".join(path.relative_to(folder).with_suffix("").parts)
+    for path in folder.rglob("*.py")
+    if "def main(" in path.read_text()
+  }
+  assert set(bench.MEASUREMENTS.values()) == modules
+  names = list(bench.MEASUREMENTS)
   status, out, _ = run(capsys, "bench")
-  assert status == 0 and {line.split()[0] for line in out.splitlines()} == names
+  assert status == 0 and [line.split()[0] for line in out.splitlines()] == names
   before = list(sys.argv)
   for name in names:
     with pytest.raises(SystemExit, match="0"):
@@ -310,12 +316,17 @@ def test_plan_makes_workloads_and_weighs_time(capsys):
     ("a.json", "[[1, 2], [3]]", "expected loads in json"),
     ("a.json", '{"load": 3}', "expected whole numbers, got object"),
     ("a.json", "[[[1]]]", r"expected shape \[G, E\] or \[E\], got \[1, 1, 1\]"),
-    ("a.json", "[[1, 2]", "expected loads in json"),
-    ("a.npy", "", "expected loads in npy"),
+    ("a.json", "[[1, 2]", r"a\.json: expected JSON"),
+    ("a.json", "[" * 100_000, r"a\.json: expected JSON, got values nested too deeply"),
+    ("a.json", "[1, NaN]", "expected whole numbers"),
+    ("a.npy", "", r"a\.npy: expected a whole \.npy file"),
+    ("a.npy", "[" * 100_000, r"a\.npy: expected a whole \.npy file"),
+    ("a.csv", "", "expected loads in csv"),
+    ("a.csv", "[" * 100_000, "expected loads in csv"),
     ("a.npz", "PK", "expected loads in npz"),
-    ("a.txt", "1", "expected .npy, .npz, .json or .csv, got .txt"),
-    ("none.npy", None, "No such file or directory"),
-    (".", None, "expected .npy, .npz, .json or .csv"),
+    ("a.txt", "1", "expected .npy, .npz, .json, .csv, got .txt"),
+    ("none.npy", None, "none.npy: expected a file, got nothing"),
+    (".", None, "expected .npy, .npz, .json, .csv"),
   ],
 )
 def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
@@ -332,6 +343,11 @@ def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
     (["--slots", "-1"], "replica_slots: expected at least 0, got -1"),
     (["--ranks", "7"], "num_experts: expected a multiple of 7 ranks, got 64"),
     (["--ranks", "0"], "num_experts: expected a multiple of 0 ranks"),
+    (["--tokens", "10000000000"], "ranks * tokens * top_k and ranks * experts below 2**31"),
+    (["--experts", "1000000000000"], "ranks * tokens * top_k and ranks * experts below 2**31"),
+    (["--slots", "1000000000000"], "replica_slots: expected at most 65536"),
+    (["--slots", "65"], "--slots: expected at most 64 experts, got 65"),
+    (["--seed", "-1"], "seed: expected at least 0, got -1"),
     (["--ratio", "nan"], "ratio: expected a number"),
     (["--domain", "3"], "domain_size: expected a divisor of 8 ranks, got 3"),
     (["--strategy", "magic"], "strategy: expected one of"),
@@ -391,7 +407,7 @@ def test_view_says_what_is_wrong(damage, tmp_path, capsys):
   elif damage == "no right":
     traces.write(folder)
     page = tmp_path / "none" / "page.html"
-    message = "No such file or directory"
+    message = "expected a folder to write in, got none"
   elif damage == "damaged":
     for path in files.chunks(traces.write(folder)):
       path.write_bytes(b"PK\x03\x04")

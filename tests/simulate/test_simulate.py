@@ -322,7 +322,7 @@ class TestTraffic:
     assert self.correlation(phases, 9) > 0.99 > 0.6 > self.correlation(phases, 10)
 
   def test_wrong_traffic(self):
-    with pytest.raises(ValueError, match="noise: expected at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"noise: expected a number in \[0, 10\], got -1"):
       traffic.Traffic(noise=-1)
     with pytest.raises(ValueError, match=r"imbalance: expected a number in \["):
       traffic.probabilities(0, traffic.Traffic(imbalance=30.0), **SIZES)

@@ -56,7 +56,7 @@ def test_recorded_loads_say_how_many_tokens_a_rank_has(of_all, tmp_path, capsys)
     (["--seeds", "0"], "seeds: expected at least 1"),
     (["--strategies", "best"], "strategies: expected some of"),
     (["--calibration", "/nowhere"], "calibration: expected one of"),
-    (["--loads", "/nowhere"], "loads: expected a .npy file"),
+    (["--loads", "/nowhere"], "/nowhere: expected a file, got nothing"),
     (["--imbalance", "100"], "imbalance: expected a number in"),
     (["--target", "0.5"], "target: expected a finite number of at least 1"),
   ],
@@ -70,9 +70,10 @@ def test_simulate_refuses_other_files(tmp_path, capsys):
   for name, data in (("text.npy", b"no numpy"), ("empty.npy", b"")):
     (tmp_path / name).write_bytes(data)
     assert cli.main(["simulate", *TINY, "--loads", str(tmp_path / name)]) == 1
-    assert "loads: expected a .npy file" in capsys.readouterr().err
+    assert "expected a whole .npy file" in capsys.readouterr().err
   np.savez(tmp_path / "many.npz", a=np.zeros(3))
   assert cli.main(["simulate", *TINY, "--loads", str(tmp_path / "many.npz")]) == 1
+  assert "expected a whole .npy file, got something else" in capsys.readouterr().err
   np.save(tmp_path / "floats.npy", np.full((1, 1, 8, 128), np.nan))
   assert cli.main(["simulate", *TINY, "--loads", str(tmp_path / "floats.npy")]) == 1
   assert "integers of at least 0" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 
 import ultraep_jax.bench
-from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.tools.errors import CommandError
 
 PASSES_ARGUMENTS_ON = True
 # By name, the module of ``ultraep_jax.bench`` with its ``main``.
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
   sys.argv = [f"python -m ultraep_jax bench {args.name}", *args.rest]
   try:
     return module.main() or 0
+  except (ValueError, ArithmeticError) as error:  # an option's
+    raise CommandError(f"{args.name}: {error}") from error
   finally:
     sys.argv = before
 

@@ -5,7 +5,7 @@ import pathlib
 import runpy
 import sys
 
-from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.tools.errors import CommandError
 
 PASSES_ARGUMENTS_ON = True
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "train_tiny_moe.py"

@@ -8,9 +8,9 @@ import argparse
 import dataclasses
 import json
 
-from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.doctor import doctor
 from ultraep_jax.tools import processes
+from ultraep_jax.tools.errors import CommandError, no_devices
 from ultraep_jax.tools.selfcheck import self_check
 
 
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
   try:
     report = doctor()
-  except RuntimeError as error:
-    raise CommandError(f"devices: expected some that JAX can start, got: {error}") from None
+  except (RuntimeError, AssertionError) as error:
+    raise CommandError(no_devices(error)) from None
   if not args.json:
     print(report, flush=True)
   check = None if args.no_check else self_check()

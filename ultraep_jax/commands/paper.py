@@ -11,10 +11,11 @@ import pathlib
 import sys
 import time
 
-from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.files import check_output, write_text
 from ultraep_jax.simulate import paper, plots, published, scaling, validation
 from ultraep_jax.simulate.paper import QUICK, Effort, Report
 from ultraep_jax.simulate.text import constants, difference, percent, table, to_json
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 
 
@@ -30,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
   if args.seeds < 1:
     raise CommandError(f"seeds: expected at least 1, got {args.seeds}")
+  if args.out is not None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    check_output(args.out / "paper.json")
   start = time.perf_counter()
   effort = QUICK if args.quick else Effort(seeds=args.seeds)
   report = paper.run(effort, progress=functools.partial(progress, what="paper", unit="case"))
@@ -48,11 +52,10 @@ def run(args: argparse.Namespace) -> int:
   else:
     print("\n\n".join(_tables(report, points, checks, bubbles)))
   if args.out is not None:
+    write_text(args.out / "paper.json", json.dumps(to_json(result), indent=1))
     try:
-      args.out.mkdir(parents=True, exist_ok=True)
-      (args.out / "paper.json").write_text(json.dumps(to_json(result), indent=1))
       written = plots.save(report, points, args.out)
-    except (OSError, ImportError) as error:
+    except ImportError as error:
       raise CommandError(f"out: {error}") from None
     print("written: " + ", ".join(map(str, written)), file=sys.stderr)
   return 0

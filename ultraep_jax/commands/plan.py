@@ -11,7 +11,7 @@ Files: .npy, .npz (the array load_GE, or the only one), .json (nested lists) and
 import argparse
 import json
 import pathlib
-import zipfile
+import warnings
 from typing import Any
 
 import jax
@@ -19,16 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultraep_jax import strategies, testing
-from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
+from ultraep_jax.files import read_array, read_json, regular
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank
 from ultraep_jax.planning.route import row_capacity
+from ultraep_jax.strategies.placement import domain_size_of
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 
 _WORKLOADS = ("zipf", "flat", "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
 _TABLE_ROWS = 72
+_MOST_BYTES = 2**30  # of a file of loads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +72,17 @@ def run(args: argparse.Namespace) -> int:
       domain_size=args.domain,
       transfer=args.transfer,
     )
+    if args.slots > load_GE.shape[1]:
+      raise ValueError(f"--slots: expected at most {load_GE.shape[1]} experts, got {args.slots}")
     strategy = strategies.resolve(config.strategy)
     if strategy.reassign is not None:
       raise ValueError(
         f"strategy: {args.strategy!r} replaces the router's choice and plans nothing"
       )
+    domain_size_of(len(load_GE), args.domain)  # which not every strategy asks for
     weights = _expert(args)
     plan = strategy.plan(jnp.asarray(load_GE), config, _cost(args, load_GE, weights, config))
-  except (ValueError, TypeError) as error:
+  except (ValueError, TypeError, OSError) as error:
     raise CommandError(str(error)) from None
   copy_bytes = 0 if weights is None else weights.expert_size * jnp.dtype(args.dtype).itemsize
   answer = _answer(load_GE, plan, config, copy_bytes)
@@ -102,15 +108,10 @@ def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
   """A load matrix ``[G, E]`` int32.
 
   Raises:
-    CommandError: the file cannot be read.
-    ValueError: its values are no loads.
+    OSError: the file cannot be read.
+    ValueError: it holds no loads.
   """
-  try:
-    load = _read(path)
-  except OSError as error:
-    raise CommandError(f"{path}: {error.strerror or error}") from None
-  except (ValueError, EOFError, zipfile.BadZipFile) as error:
-    raise CommandError(f"{path}: expected loads in {path.suffix[1:]}: {error}") from None
+  load = _read(path)
   if load.dtype.kind not in "iuf" or not np.isfinite(load).all() or (load != np.floor(load)).any():
     raise ValueError(f"{path}: expected whole numbers, got {load.dtype} with others")
   if load.size and (load.min() < 0 or load.max() >= 2**31):
@@ -119,6 +120,8 @@ def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
   if load.ndim == 1:
     if num_ranks is None or num_ranks < 1:
       raise ValueError(f"{path}: --ranks: expected with loads per expert, got {num_ranks}")
+    if num_ranks > load.size:
+      raise ValueError(f"{path}: --ranks: expected at most {load.size} experts, got {num_ranks}")
     # From every rank alike, the remainders dealt out in turn.
     deal = (np.arange(num_ranks)[:, None] + np.arange(load.size)) % num_ranks
     load = load // num_ranks + (deal < load % num_ranks)
@@ -129,21 +132,47 @@ def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
 
 
 def _read(path: pathlib.Path) -> np.ndarray:
-  if path.suffix == ".npy":
-    return np.load(path, allow_pickle=False)
-  if path.suffix == ".npz":
-    with np.load(path, allow_pickle=False) as file:
+  readers = {".npy": read_array, ".npz": _read_npz, ".json": _read_lists, ".csv": _read_csv}
+  if path.suffix not in readers:
+    raise ValueError(f"{path}: expected {', '.join(readers)}, got {path.suffix or 'no suffix'}")
+  if regular(path).stat().st_size > _MOST_BYTES:
+    raise ValueError(f"{path}: expected a file of loads, got one of more than 1 GiB")
+  return readers[path.suffix](path)
+
+
+def _read_npz(path: pathlib.Path) -> np.ndarray:
+  try:
+    with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
       names = ["load_GE"] if "load_GE" in file.files else file.files
       if len(names) != 1:
         raise ValueError(f"the array load_GE or a single one, got {names}")
-      return file[names[0]]
-  if path.suffix == ".json":
-    return np.array(json.loads(path.read_text()))
-  if path.suffix == ".csv":
-    return np.loadtxt(path, delimiter=",", ndmin=1)
-  raise CommandError(
-    f"{path}: expected .npy, .npz, .json or .csv, got {path.suffix or 'no suffix'}"
-  )
+      if any(member.file_size > _MOST_BYTES for member in file.zip.infolist()):
+        raise ValueError("an array of more than 1 GiB")
+      found = file[names[0]]
+      if not isinstance(found, np.ndarray):  # a member that is no .npy file
+        raise ValueError(f"no array in {names[0]}")
+      return found
+  except OSError:
+    raise
+  except Exception as error:  # zip files and the headers in them fail in many ways
+    raise ValueError(f"{path}: expected loads in npz, got {error!s:.200}") from error
+
+
+def _read_lists(path: pathlib.Path) -> np.ndarray:
+  value = read_json(path)
+  try:
+    return np.array(value)
+  except (ValueError, OverflowError) as error:
+    raise ValueError(f"{path}: expected loads in json, got {error!s:.200}") from error
+
+
+def _read_csv(path: pathlib.Path) -> np.ndarray:
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("error", UserWarning)  # an empty file
+      return np.loadtxt(path, delimiter=",", ndmin=1)
+  except (ValueError, UserWarning) as error:
+    raise ValueError(f"{path}: expected loads in csv, got {error!s:.200}") from error
 
 
 def _expert(args: argparse.Namespace) -> ExpertWeights | None:
@@ -184,7 +213,7 @@ def _answer(
   before_G, after_G = load_GE.sum(axis=0).reshape(num_ranks, per_rank).sum(axis=1), quota_EG.sum(0)
   home_EG = np.arange(num_experts)[:, None] // per_rank == np.arange(num_ranks)
   mean = max(before_G.mean(), 1e-9)
-  domain = num_ranks if config.domain_size is None else config.domain_size
+  domain = domain_size_of(num_ranks, config.domain_size)
   floor = -(-int(before_G.reshape(-1, domain).sum(axis=1).max()) // domain)
   total = max(int(load_GE.sum()), 1)
   rank, slot = np.nonzero(expert_GS >= 0)

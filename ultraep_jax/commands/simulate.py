@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.files import check_output, read_array, write_text
 from ultraep_jax.simulate.balancers import NAMES
 from ultraep_jax.simulate.calibration import for_cluster, load_calibration
 from ultraep_jax.simulate.clusters import CLUSTERS
@@ -27,9 +27,11 @@ from ultraep_jax.simulate.replay import replay, tokens_of, trace_setting
 from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
 from ultraep_jax.simulate.text import constants, table, to_json
 from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
 
+_MOST = 100_000  # steps, layers, runs
 _PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
 
 
@@ -70,9 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
+  check_output(args.out)
   try:
     trace = None if args.trace is None else read(args.trace)
-    loads = None if args.loads is None else _read_loads(args.loads)
+    loads = None if args.loads is None else read_array(args.loads)
+    if loads is not None and loads.ndim not in (3, 4):
+      raise ValueError(f"loads: expected [step, layer, G, E] or without G, got {list(loads.shape)}")
     setting = _setting(args, trace, loads)
     runs = _runs(args, setting, trace, loads)
   except (ValueError, TypeError, OSError) as error:
@@ -84,16 +89,15 @@ def run(args: argparse.Namespace) -> int:
   else:
     print(_text(args, setting, result))
   if args.out is not None:
-    try:
-      args.out.write_text(json.dumps(data, indent=1))
-    except OSError as error:
-      raise CommandError(f"out: {error}") from None
+    write_text(args.out, json.dumps(data, indent=1))
   return 0
 
 
 def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None) -> Setting:
   model, cluster = MODELS[args.model], CLUSTERS[args.cluster]
-  calibration = load_calibration(args.calibration) if args.calibration else for_cluster(cluster)
+  calibration = (
+    for_cluster(cluster) if args.calibration is None else load_calibration(args.calibration)
+  )
   given = {
     "num_ranks": args.ranks,
     "domain_size": args.domain,
@@ -125,8 +129,9 @@ def _runs(
   args: argparse.Namespace, setting: Setting, trace: Trace | None, loads: np.ndarray | None
 ) -> list[dict[str, Outcome]]:
   for name in ("seeds", "steps", "layers", "period"):
-    if getattr(args, name) < 1:
-      raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
+    value = getattr(args, name)
+    if not 1 <= value <= _MOST:
+      raise ValueError(f"{name}: expected at least 1 and at most {_MOST}, got {value}")
   strategies = list(dict.fromkeys([*args.strategies, "ideal"]))
   unknown = [name for name in strategies if name not in NAMES]
   if unknown:
@@ -154,16 +159,6 @@ def _runs(
     outcomes = simulate(bar(made), setting, strategies, **options)
     runs.append({name: outcome.after(args.period) for name, outcome in outcomes.items()})
   return runs
-
-
-def _read_loads(path: pathlib.Path) -> np.ndarray:
-  try:
-    loads = np.load(path, allow_pickle=False)
-  except (OSError, ValueError, EOFError) as error:
-    raise ValueError(f"loads: expected a .npy file, got {str(path)!r} ({error})") from error
-  if not isinstance(loads, np.ndarray):
-    raise ValueError(f"loads: expected a .npy file with one array, got {str(path)!r}")
-  return loads
 
 
 def _summary(name: str, runs: list[dict[str, Outcome]]) -> dict[str, object]:

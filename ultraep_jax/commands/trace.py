@@ -9,8 +9,8 @@ import functools
 import json
 from typing import Any
 
-from ultraep_jax.commands.errors import CommandError
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.megatron import import_megatron
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   for action in (show, bring):
     action.add_argument("--json", action="store_true", help="print JSON")
+    action.set_defaults(parser=action)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ import pathlib
 import webbrowser
 from collections.abc import Sequence
 
-from ultraep_jax.commands.errors import CommandError
+from ultraep_jax.files import check_output, write_text
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.reader import Trace, read
 from ultraep_jax.viewer.page import error_page, plotly_script, render
@@ -42,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
   if args.html is None:
     return _serve(args)
   try:
+    check_output(args.html)
     traces = [read(path, steps=args.steps) for path in args.traces]
-    args.html.write_text(render(traces), encoding="utf-8")
+    write_text(args.html, render(traces))
   except (TraceError, OSError) as error:
     raise CommandError(str(error)) from None
   for trace in traces:

@@ -17,7 +17,6 @@ ratio of both data sheets. ``"portable"`` says what differs for the layer in pla
 import dataclasses
 import functools
 import importlib.resources
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from pallas_kernels import UNTUNED, Tunings, tunings
 from ultraep_jax.devices.facts import FACTS, Fact, Matmul, factor, parse_facts, parse_matmuls
+from ultraep_jax.files import parse_json, regular
 
 FORMAT = 1
 _KEYS = {"format", "name", "kinds", "hardware", "facts", "matmuls", "portable", "tunings", "like"}
@@ -71,8 +71,8 @@ class Device:
     if str(name_or_path) in Device.names():
       return _packaged(str(name_or_path))
     try:
-      text = pathlib.Path(name_or_path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+      text = regular(pathlib.Path(name_or_path)).read_bytes()
+    except (OSError, ValueError) as error:
       raise ValueError(
         f"device: expected one of {Device.names()} or a readable file, "
         f"got {str(name_or_path)!r} ({error})"
@@ -109,16 +109,13 @@ class Device:
     return total / shares
 
 
-def parse(text: str, name: str = "device") -> Device:
+def parse(text: str | bytes, name: str = "device") -> Device:
   """Reads a description from JSON.
 
   Raises:
     ValueError: the text is not a description of this format; the message begins with ``name``.
   """
-  try:
-    data = json.loads(text)
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{name}: expected JSON, got {error}") from error
+  data = parse_json(text, name)
   if not isinstance(data, dict) or data.get("format") != FORMAT:
     got = data.get("format") if isinstance(data, dict) else type(data).__name__
     raise ValueError(f'{name}: expected an object with "format": {FORMAT}, got {got!r}')

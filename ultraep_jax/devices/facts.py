@@ -1,6 +1,5 @@
 """What a description of a device says, each number with its unit, kind and source."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "outside": ("", "share of an ideal training step that is in no MoE layer"),
   "bubble": ("", "of what is outside, the share that grows with the layers' time"),
 }
+_MOST = 1e30  # of a number; times and rates made of such are finite
 _COUNTS = ("sms", "shared_bytes", "memory_bytes", "domain_size")
 _OVER_LINKS = ("dispatch_rate", "combine_rate", "copy_rate", "reduce_rate")
 
@@ -156,9 +156,9 @@ def _check_keys(where: str, given: Any, keys: tuple[str, ...]) -> None:
 
 
 def _number(where: str, value: Any, positive: bool) -> float:
-  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+  if type(value) not in (int, float) or not abs(value) < _MOST:
     raise ValueError(f"{where}: expected a finite number, got {value!r}")
-  if value < 0 or (positive and value == 0):
+  if value < 0 or (positive and value < 1 / _MOST):
     raise ValueError(f"{where}: expected a positive number, got {value}")
   return float(value)
 

@@ -40,6 +40,7 @@ class Checkpoint:
     Raises:
       FileNotFoundError: no checkpoint in it, or its index names files that are not there.
       ValueError: a file is damaged or cut short, or the index names tensors that its files lack.
+      OSError: a file cannot be read.
     """
     self.folder = pathlib.Path(folder)
     self.tensors = read_tensors(self.folder)
@@ -58,6 +59,9 @@ class Checkpoint:
       return f"{name}: not in the checkpoint" + (f" (closest: {', '.join(near)})" if near else "")
     if tensor.dtype is None:
       return f"{name}: expected a dtype of {', '.join(DTYPES)}, got {tensor.format}"
+    # A tensor without elements may claim anything of its other axes.
+    if len(tensor.shape) > 64 or math.prod(max(n, 1) for n in tensor.shape) >= 2**60:
+      return f"{name}: expected a shape that NumPy can hold, got {tensor.shape}"
     return self._scale_problem(name, tensor) if tensor.is_fp8 else None
 
   def _scale_problem(self, name: str, tensor: Tensor) -> str | None:

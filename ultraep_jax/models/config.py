@@ -10,11 +10,13 @@ from typing import Any, Literal
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.models import hf_fields as fields
 from ultraep_jax.models import hf_rope
-from ultraep_jax.models.folder import read_json
+from ultraep_jax.models.folder import read_object
 from ultraep_jax.models.rotary import Rotary
 
 Architecture = Literal["qwen3_moe", "glm4_moe", "deepseek_v3"]
 ARCHITECTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+# Far beyond any model; each expert of each layer has tensors, whose names are listed in memory.
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 65536
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,9 +120,9 @@ class ModelConfig:
     Raises:
       FileNotFoundError: there is none.
       ValueError: it holds no JSON object, or as ``from_hf``.
+      OSError: it cannot be read.
     """
-    path = pathlib.Path(folder) / "config.json"
-    return cls.from_hf(read_json(path))
+    return cls.from_hf(read_object(pathlib.Path(folder) / "config.json"))
 
   @classmethod
   def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
@@ -149,7 +151,7 @@ def _qwen3_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
   attention = _grouped_query(hf, qk_norm=True, bias=bias, out_bias=bias)
   dense = set(fields.integers(hf, "mlp_only_layers"))
   step = fields.integer(hf, "decoder_sparse_step", 1)
-  layers = range(fields.integer(hf, "num_hidden_layers"))
+  layers = range(fields.integer(hf, "num_hidden_layers", maximum=_MOST_LAYERS))
   # Newer versions of transformers write the general name.
   experts = "num_experts" if "num_experts" in hf else "num_local_experts"
   return {
@@ -157,7 +159,7 @@ def _qwen3_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
     "attention": attention,
     "rotary": hf_rope.rotary(hf, attention.head_dim),
     "gating": GatingConfig(
-      num_experts=fields.integer(hf, experts),
+      num_experts=fields.integer(hf, experts, maximum=_MOST_EXPERTS),
       num_experts_per_tok=fields.integer(hf, "num_experts_per_tok"),
       normalize_topk=fields.flag(hf, "norm_topk_prob", False),
     ),
@@ -219,15 +221,15 @@ def _sigmoid_routed(hf: Mapping[str, Any]) -> dict[str, Any]:
   fields.choice(hf, "topk_method", ("noaux_tc",), default="noaux_tc")
   fields.choice(hf, "moe_layer_freq", (1,), default=1)
   dense = fields.integer(hf, "first_k_dense_replace", minimum=0)
-  layers = range(fields.integer(hf, "num_hidden_layers"))
+  layers = range(fields.integer(hf, "num_hidden_layers", maximum=_MOST_LAYERS))
   # Newer versions of transformers have another name.
   extra = "num_mtp_layers" if "num_mtp_layers" in hf else "num_nextn_predict_layers"
   return {
     "is_moe": tuple(layer >= dense for layer in layers),
-    "num_extra_layers": fields.integer(hf, extra, 1, minimum=0),
+    "num_extra_layers": fields.integer(hf, extra, 1, minimum=0, maximum=_MOST_LAYERS),
     "num_shared_experts": fields.integer(hf, "n_shared_experts", minimum=0),
     "gating": GatingConfig(
-      num_experts=fields.integer(hf, "n_routed_experts"),
+      num_experts=fields.integer(hf, "n_routed_experts", maximum=_MOST_EXPERTS),
       num_experts_per_tok=fields.integer(hf, "num_experts_per_tok"),
       scoring="sigmoid",
       normalize_topk=fields.flag(hf, "norm_topk_prob", True),

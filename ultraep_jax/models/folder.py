@@ -1,9 +1,10 @@
 """The files of a checkpoint's folder, and the headers that say what is in them."""
 
-import json
 import pathlib
 from typing import Any
 
+from ultraep_jax.files import read_json
+from ultraep_jax.models import hf_fields
 from ultraep_jax.models.problems import summary
 from ultraep_jax.models.safetensors_file import Tensor, read_header
 
@@ -38,36 +39,37 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-  places = read_json(index).get("weight_map")
+  places = read_object(index).get("weight_map")
   if not isinstance(places, dict):
     raise ValueError(f"{index}: expected weight_map from tensor to file, got {places!r:.80}")
+  for name, file in places.items():
+    if not _is_file_name(file):
+      raise ValueError(
+        f"{index}, weight_map: expected names of files in this folder, got {file!r:.80} for {name}"
+      )
   return places
+
+
+def _is_file_name(file: object) -> bool:
+  """No path: one could lead out of the folder, to what is no part of the checkpoint."""
+  return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
 
 
 def read_block_size(folder: pathlib.Path) -> tuple[int, int] | None:
   """Rows and columns per factor of FP8 weights, or None if config.json names none."""
-  if not (folder / "config.json").exists():
-    return None
-  block = (read_json(folder / "config.json").get("quantization_config") or {}).get(
-    "weight_block_size"
-  )
-  if block is None:
-    return None
-  try:
-    rows, columns = (int(size) for size in block)
-  except (TypeError, ValueError):
-    rows = columns = 0
-  if min(rows, columns) < 1:
-    raise ValueError(f"{folder}/config.json: expected two positive weight_block_size, got {block}")
-  return rows, columns
+  config = folder / "config.json"
+  return hf_fields.block_size(read_object(config)) if config.exists() else None
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """The object in a file; a ``ValueError`` that names the file if there is something else."""
-  try:
-    value = json.loads(path.read_text())
-  except ValueError as error:
-    raise ValueError(f"{path}: expected JSON, got {error}") from error
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+  """The object in a JSON file.
+
+  Raises:
+    FileNotFoundError: there is no file.
+    ValueError: something else is there; the message begins with the path.
+    OSError: it cannot be read.
+  """
+  value = read_json(path)
   if not isinstance(value, dict):
     raise ValueError(f"{path}: expected a JSON object, got {value!r:.80}")
   return value

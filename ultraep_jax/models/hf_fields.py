@@ -1,28 +1,41 @@
 """Fields of a Hugging Face ``config.json``, checked: nothing that changes a model is overlooked."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 _MISSING: Any = object()
+_MOST = 2**31 - 1  # of sizes: an int32 holds them
+_LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, 2.0**127  # a float32 holds what lies between
 
 
 def wrong(name: str, expected: str, got: object) -> ValueError:
   return ValueError(f"config.json, {name}: expected {expected}, got {got!r}")
 
 
-def integer(hf: Mapping[str, Any], name: str, default: Any = _MISSING, minimum: int = 1) -> int:
-  value = _value(hf, name, f"an integer of at least {minimum}", default)
-  if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-    raise wrong(name, f"an integer of at least {minimum}", value)
+def integer(
+  hf: Mapping[str, Any],
+  name: str,
+  default: Any = _MISSING,
+  minimum: int = 1,
+  maximum: int = _MOST,
+) -> int:
+  expected = f"an integer from {minimum} to {maximum}"
+  value = _value(hf, name, expected, default)
+  if type(value) is not int or not minimum <= value <= maximum:
+    raise wrong(name, expected, value)
   return value
 
 
-def number(hf: Mapping[str, Any], name: str, default: Any = _MISSING) -> float:
-  value = _value(hf, name, "a number above 0", default)
-  ok = isinstance(value, int | float) and not isinstance(value, bool)
-  if not (ok and value > 0 and math.isfinite(value)):
-    raise wrong(name, "a number above 0", value)
+def number(
+  hf: Mapping[str, Any], name: str, default: Any = _MISSING, *, zero: bool = False
+) -> float:
+  """A number above 0 as a float, or with ``zero`` also 0."""
+  expected = "0 or a number above it" if zero else "a number above 0"
+  value = _value(hf, name, expected, default)
+  if type(value) not in (int, float):
+    raise wrong(name, expected, value)
+  if not (_LEAST_FLOAT <= value <= _MOST_FLOAT or (zero and value == 0)):
+    raise wrong(name, f"{expected} in float32", value)
   return float(value)
 
 
@@ -40,11 +53,19 @@ def integers(hf: Mapping[str, Any], name: str) -> list[int]:
   return value
 
 
+def mapping(hf: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  """An object; an empty one where it is missing."""
+  value = _value(hf, name, "an object", {})
+  if not isinstance(value, Mapping):
+    raise wrong(name, "an object", value)
+  return value
+
+
 def choice(
   hf: Mapping[str, Any], name: str, choices: tuple[Any, ...], default: Any = _MISSING
 ) -> Any:
   value = _value(hf, name, f"one of {choices}", default)
-  if value not in choices:
+  if not any(type(value) is type(choice) and value == choice for choice in choices):
     raise wrong(name, f"one of {choices}", value)
   return value
 
@@ -54,22 +75,39 @@ def check_supported(hf: Mapping[str, Any]) -> None:
   choice(hf, "hidden_act", ("silu",), default="silu")
   choice(hf, "use_sliding_window", (False,), default=False)
   kinds = _value(hf, "layer_types", "a list", [])
-  if set(kinds) - {"full_attention"}:
-    raise wrong("layer_types", "only 'full_attention'", kinds)
+  if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+    raise wrong("layer_types", "a list of 'full_attention'", kinds)
   _check_quantization(hf)
 
 
 def _check_quantization(hf: Mapping[str, Any]) -> None:
-  where = "quantization_config."
-  fields = {where + name: value for name, value in (hf.get("quantization_config") or {}).items()}
+  fields = _quantization(hf)
   if not fields:
     return
-  choice(fields, where + "quant_method", ("fp8",))
-  choice(fields, where + "fmt", ("e4m3",), default="e4m3")
-  choice(fields, where + "activation_scheme", ("dynamic",), default="dynamic")
-  block = integers(fields, where + "weight_block_size")
-  if len(block) != 2 or min(block) < 1:
-    raise wrong(where + "weight_block_size", "two sizes of at least 1", block)
+  choice(fields, _QUANTIZATION + "quant_method", ("fp8",))
+  choice(fields, _QUANTIZATION + "fmt", ("e4m3",), default="e4m3")
+  choice(fields, _QUANTIZATION + "activation_scheme", ("dynamic",), default="dynamic")
+  if block_size(hf) is None:
+    raise wrong(_BLOCK, "two positive sizes", None)
+
+
+def block_size(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+  """Rows and columns per factor of FP8 weights, or None if the file names none."""
+  fields = _quantization(hf)
+  if fields.get(_BLOCK) is None:
+    return None
+  block = integers(fields, _BLOCK)
+  if len(block) != 2 or not all(1 <= size <= _MOST for size in block):
+    raise wrong(_BLOCK, "two positive sizes", block)
+  return block[0], block[1]
+
+
+_QUANTIZATION = "quantization_config."
+_BLOCK = _QUANTIZATION + "weight_block_size"
+
+
+def _quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
+  return {_QUANTIZATION + name: value for name, value in mapping(hf, "quantization_config").items()}
 
 
 def _value(hf: Mapping[str, Any], name: str, expected: str, default: Any) -> Any:

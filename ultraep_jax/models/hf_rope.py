@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ultraep_jax.models.hf_fields import choice, flag, integer, number, wrong
+from ultraep_jax.models.hf_fields import choice, flag, integer, mapping, number, wrong
 from ultraep_jax.models.rotary import Rotary, Yarn
 
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -40,24 +40,25 @@ def rotary(hf: Mapping[str, Any], head_dim: int, partial: float | None = None) -
   if dim < 2 or dim % 2:
     raise wrong("partial_rotary_factor", f"an even number of {head_dim} channels to turn", share)
   theta = number(rope, "rope_theta", 10_000.0)
+  if _is_yarn(rope) and theta <= 1:
+    raise wrong("rope_theta", "a number above 1 for stretched positions", theta)
   return Rotary(dim=dim, theta=theta, yarn=_yarn(rope) if _is_yarn(rope) else None)
 
 
 def yarn_score_factor(hf: Mapping[str, Any]) -> float:
   """What DeepSeek's models multiply attention scores by when positions are stretched."""
   rope = _rope(hf)
-  if not _is_yarn(rope) or not rope.get("mscale_all_dim"):
-    return 1.0
-  return _mscale(number(rope, "factor"), number(rope, "mscale_all_dim")) ** 2
+  strength = number(rope, "mscale_all_dim", 0.0, zero=True)
+  return _mscale(number(rope, "factor"), strength) ** 2 if _is_yarn(rope) and strength else 1.0
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
   """Everything about positions as one dict, as ``rope_parameters`` has it."""
-  old, new = hf.get("rope_scaling"), hf.get("rope_parameters")
+  old, new = mapping(hf, "rope_scaling"), mapping(hf, "rope_parameters")
   if old and new:
-    raise wrong("rope_scaling", "nothing beside rope_parameters", old)
+    raise wrong("rope_scaling", "nothing beside rope_parameters", dict(old))
   beside = ("rope_theta", "partial_rotary_factor")
-  rope = {name: hf[name] for name in beside if name in hf} | dict(old or new or {})
+  rope = {name: hf[name] for name in beside if name in hf} | dict(old or new)
   rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
   choice(rope, "rope_type", ("default", "yarn"))
   known = _KEYS | _YARN_KEYS if _is_yarn(rope) else _KEYS
@@ -79,10 +80,10 @@ def _is_yarn(rope: Mapping[str, Any]) -> bool:
 
 def _yarn(rope: Mapping[str, Any]) -> Yarn:
   factor = number(rope, "factor")
+  own, everywhere = (number(rope, n, 0.0, zero=True) for n in ("mscale", "mscale_all_dim"))
   if rope.get("attention_factor") is not None:
     attention_factor = number(rope, "attention_factor")
-  elif rope.get("mscale") and rope.get("mscale_all_dim"):
-    own, everywhere = number(rope, "mscale"), number(rope, "mscale_all_dim")
+  elif own and everywhere:
     attention_factor = _mscale(factor, own) / _mscale(factor, everywhere)
   else:
     attention_factor = _mscale(factor, 1.0)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ultraep_jax.config import check_int
 from ultraep_jax.models.checkpoint import Checkpoint
 from ultraep_jax.models.sources import Source, check_sources
 from ultraep_jax.tools.progress import byte_progress
@@ -42,9 +43,10 @@ def load_params[K: Hashable](
 
   Raises:
     ValueError: tensors are missing, unexpected, of another shape than the parameters need or cannot
-      be read; or ``sources`` and ``shapes`` do not fit.
+      be read; ``sources`` and ``shapes`` do not fit; or ``threads`` is below 1.
     OSError: a file was cut short since the checkpoint was opened.
   """
+  check_int("threads", threads, minimum=1)
   check_sources(checkpoint, sources, shapes, ignored)
   total = sum(
     checkpoint.nbytes(name, index)

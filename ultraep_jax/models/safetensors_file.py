@@ -6,7 +6,6 @@ come at 1.1 GB/s where positioned reads come at 6 to 9 (one thread, file cached)
 fast as those, but dies of SIGBUS if the file shrinks, and reads network folders page by page.
 """
 
-import json
 import math
 import os
 import pathlib
@@ -15,7 +14,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+
+from ultraep_jax.files import parse_json, regular
+
+try:
+  from safetensors import SafetensorError, safe_open
+except ImportError as error:
+  raise ImportError(
+    "checkpoints need safetensors, which is not installed: pip install 'ultraep-jax[models]'"
+  ) from error
 
 # The format's names of the dtypes that this library reads.
 DTYPES = {
@@ -68,8 +75,9 @@ def read_header(folder: pathlib.Path, file: str) -> dict[str, Tensor]:
 
   Raises:
     ValueError: the file is not a whole safetensors file.
+    OSError: it cannot be read.
   """
-  path = folder / file
+  path = regular(folder / file)
   try:
     with safe_open(path, "numpy"):
       pass  # opening checks everything, also that the file ends where its last tensor does
@@ -79,7 +87,7 @@ def read_header(folder: pathlib.Path, file: str) -> dict[str, Tensor]:
     ) from error
   with path.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
-    header = json.loads(stream.read(length))
+    header = parse_json(stream.read(length), str(path))
   return {
     name: Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
     for name, entry in header.items()

@@ -10,14 +10,14 @@ source. Where no file exists, ``datasheet`` scales data sheets by what H200 reac
 
 import dataclasses
 import importlib.resources
-import json
-import math
 import pathlib
 from typing import NamedTuple
 
+from ultraep_jax.files import parse_json, regular
 from ultraep_jax.simulate.clusters import Cluster
 
 FORMAT = 1
+_MOST = 1e30  # of a number; times and rates made of such are finite
 KINDS = ("measured", "datasheet", "paper", "derived", "assumed")
 
 # Name, unit, and what it is. Every calibration has all of them.
@@ -88,16 +88,13 @@ class Calibration:
     return dataclasses.replace(self, constants={**self.constants, **changed})
 
 
-def parse(text: str, name: str = "calibration") -> Calibration:
+def parse(text: str | bytes, name: str = "calibration") -> Calibration:
   """Reads a calibration from JSON.
 
   Raises:
     ValueError: the text is not a calibration of this format; the message begins with ``name``.
   """
-  try:
-    data = json.loads(text)
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{name}: expected JSON, got {error}") from error
+  data = parse_json(text, name)
   if not isinstance(data, dict) or data.get("format") != FORMAT:
     got = data.get("format") if isinstance(data, dict) else type(data).__name__
     raise ValueError(f'{name}: expected an object with "format": {FORMAT}, got {got!r}')
@@ -115,10 +112,10 @@ def _constant(where: str, key: str, given: object) -> Constant:
   if not isinstance(given, dict) or set(given) != set(Constant._fields):
     raise ValueError(f"{where}: expected an object with {Constant._fields}, got {given!r}")
   value, unit = given["value"], CONSTANTS[key][0]
-  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-    raise ValueError(f"{where}: expected a finite number, got {value!r}")
+  if type(value) not in (int, float) or not abs(value) < _MOST:
+    raise ValueError(f"{where}: expected a finite number, got {value!r:.80}")
   positive = key.endswith("rate") or unit in ("FLOP/s", "rows") or key.startswith("routing")
-  if value < 0 or (positive and value == 0):
+  if value < 0 or (positive and value < 1 / _MOST):
     raise ValueError(f"{where}: expected a positive number, got {value}")
   if given["unit"] != unit or given["kind"] not in KINDS:
     raise ValueError(
@@ -144,8 +141,8 @@ def load_calibration(name_or_path: str) -> Calibration:
     folder = importlib.resources.files("ultraep_jax.simulate") / "calibrations"
     return parse((folder / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path)
   try:
-    text = pathlib.Path(name_or_path).read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
+    text = regular(pathlib.Path(name_or_path)).read_bytes()
+  except (OSError, ValueError) as error:
     raise ValueError(
       f"calibration: expected one of {names()} or a readable file, got {name_or_path!r} ({error})"
     ) from error

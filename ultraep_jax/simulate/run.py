@@ -161,14 +161,15 @@ def _cached(name: str, config: BalanceConfig, period: int, decay: float) -> Bala
 def _checked(loads: np.ndarray, setting: Setting, step: int) -> Loads:
   """The parts of one step's loads that planning needs, or why they cannot be."""
   ranks, experts = setting.num_ranks, setting.model.num_experts
-  if loads.ndim not in (2, 3) or loads.shape[1:] not in ((ranks, experts), (experts,)):
+  if loads.shape[1:] not in ((ranks, experts), (experts,)) or not len(loads):
     raise ValueError(
       f"loads: expected [layer, {ranks}, {experts}] or [layer, {experts}] in step {step}, "
       f"got {list(loads.shape)}"
     )
   if not np.issubdtype(loads.dtype, np.integer) or loads.min(initial=0) < 0:
     raise ValueError(f"loads: expected integers of at least 0 in step {step}, got others")
-  if loads.reshape(len(loads), -1).sum(axis=1, dtype=np.int64).max(initial=0) >= 2**31:
+  totals = loads.reshape(len(loads), -1).sum(axis=1, dtype=np.int64)
+  if max(loads.max(), totals.max()) >= 2**31:
     raise ValueError(f"loads: expected less than 2**31 assignments in a layer of step {step}")
   return split_loads(loads.astype(np.int32), ranks, setting.domain_size)
 

@@ -14,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-from ultraep_jax.workloads import sample_loads
+from ultraep_jax.workloads import check_sizes, sample_loads
 
 LOCAL_EXPONENT = 4.0
 _MAX_ALPHA = 8.0
@@ -49,13 +49,13 @@ class Traffic:
   local_exponent: float = LOCAL_EXPONENT
 
   def __post_init__(self) -> None:
-    for name in ("drift", "noise", "bursts", "local_exponent"):
-      if not getattr(self, name) >= 0:
-        raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
+    for name, most in (("drift", 10), ("noise", 10), ("bursts", 1), ("local_exponent", 10)):
+      if not 0 <= getattr(self, name) <= most:
+        raise ValueError(f"{name}: expected a number in [0, {most}], got {getattr(self, name)}")
     for name in ("drift_steps", "burst_factor", "burst_steps", "phase_steps", "imbalance"):
       value = getattr(self, name)
-      if value is not None and not value >= 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
+      if value is not None and not 1 <= value <= 1e9:
+        raise ValueError(f"{name}: expected a number in [1, 1e9], got {value}")
 
 
 TRAFFIC = {
@@ -91,11 +91,7 @@ def probabilities(
   Raises:
     ValueError: sizes do not fit, or the imbalance cannot be reached.
   """
-  if num_experts % num_ranks or not 1 <= top_k <= num_experts:
-    raise ValueError(
-      f"num_experts, top_k: expected a multiple of {num_ranks} and 1 to {num_experts}, "
-      f"got {num_experts} and {top_k}"
-    )
+  check_sizes(num_experts, num_ranks, 1, top_k)
   rng = np.random.default_rng(seed)
   base_sLE = _log_base(rng, traffic, num_experts, num_ranks, steps, layers)
   change_sLE = _log_change(rng, traffic, (steps, layers, num_experts))
@@ -147,8 +143,7 @@ def generate_loads(
   >>> loads.shape, set(loads.sum(axis=3).flat) == {128}
   ((3, 1, 4, 8), True)
   """
-  if tokens < 1:
-    raise ValueError(f"tokens: expected at least 1, got {tokens}")
+  check_sizes(num_experts, num_ranks, tokens, top_k)
   p_sLE = probabilities(
     seed,
     traffic,
@@ -178,6 +173,7 @@ def generate_totals(
 
   Arguments and errors as for ``generate_loads``.
   """
+  check_sizes(num_experts, num_ranks, tokens, top_k)
   p_sLE = probabilities(
     seed,
     traffic,

@@ -21,13 +21,24 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ultraep_jax.tools.arguments import positive
+from ultraep_jax.tools.errors import CommandError
+
 Program = Callable[[argparse.Namespace], int]
+_MOST = 64  # processes: no host has more GPUs
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
   """The option that ``run`` reads."""
   text = "run in N processes of one GPU each (on CPUs: of the virtual devices of one process)"
-  parser.add_argument("--processes", type=int, default=1, metavar="N", help=text)
+  parser.add_argument("--processes", type=_count, default=1, metavar="N", help=text)
+
+
+def _count(text: str) -> int:
+  count = positive(text)
+  if count > _MOST:
+    raise argparse.ArgumentTypeError(f"expected at most {_MOST}, got {count}")
+  return count
 
 
 def run(program: Program, args: argparse.Namespace) -> int:
@@ -43,7 +54,7 @@ def run(program: Program, args: argparse.Namespace) -> int:
   Returns:
     The exit status, 1 if a process failed.
   """
-  if args.processes <= 1:
+  if args.processes == 1:
     return program(args)
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
@@ -80,6 +91,9 @@ def _work(program: Program, args: argparse.Namespace, address: str, index: int) 
       contextlib.redirect_stdout(nowhere if index else sys.stdout),
     ):
       status = program(args)
+  except CommandError as error:
+    print(f"process {index}: {error}", file=sys.stderr)
+    status = 1
   except BaseException:  # also an exit or Ctrl-C
     traceback.print_exc()
     status = 1

@@ -24,6 +24,7 @@ from ultraep_jax.bench.kernels.transfers import open_mesh, tunings_of
 from ultraep_jax.bench.layer.problem import SHAPES, random_normal
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.tools.arguments import factor, positive
 from ultraep_jax.types import Array
 
 _HOME, _SLOTS, _TOKENS = 16, 2, 8192  # experts and replica slots of a rank, its tokens
@@ -36,12 +37,12 @@ Call = Callable[..., Any]
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--shape", default="qwen3-235b", choices=list(SHAPES))
-  parser.add_argument("--ratios", nargs="+", type=float, default=[1.3, 1.5])
+  parser.add_argument("--ratios", nargs="+", type=factor, default=[1.3, 1.5])
   parser.add_argument(
     "--tunings", nargs="*", default=["12x3x16384"], help="of the copies, BLOCKSx3xBYTES"
   )
-  parser.add_argument("--calls", type=int, default=10, help="calls chained inside one jit")
-  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--calls", type=positive, default=10, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=positive, default=5)
   return run(parser.parse_args(argv))
 
 

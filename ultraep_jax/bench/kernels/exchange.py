@@ -21,6 +21,7 @@ from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.transfers import open_mesh
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.tools import processes
+from ultraep_jax.tools.arguments import natural, positive
 from ultraep_jax.transport import block_exchange, push_exchange, wire
 from ultraep_jax.types import Array, Routes
 
@@ -35,24 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("what", nargs="*", default=["check", "time"], choices=["check", "time"])
+  parser.add_argument("what", nargs="*", choices=["check", "time"], help="default: both")
   processes.add_argument(parser)
   parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="TxKxD")
   parser.add_argument("--tunings", nargs="*", default=[], help="more, BLOCKSxWORKERSxBYTESxSTEPS")
-  parser.add_argument("--scale", type=int, default=1, help="divide tokens, to try it on a CPU")
-  parser.add_argument("--calls", type=int, default=20, help="calls chained inside one jit")
-  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--scale", type=positive, default=1, help="divide tokens, to try it on a CPU")
+  parser.add_argument("--calls", type=positive, default=20, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=positive, default=5)
   parser.add_argument(
     "--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in; default: bfloat16"
   )
-  parser.add_argument("--cases", type=int, default=20, help="random cases to check")
+  parser.add_argument("--cases", type=natural, default=20, help="random cases to check")
 
 
 def run(args: argparse.Namespace) -> int:
   mesh = open_mesh()
-  if "check" in args.what:
+  what = args.what or ["check", "time"]
+  if "check" in what:
     check(mesh, args.cases, args.dispatch_dtype)
-  if "time" in args.what:
+  if "time" in what:
     tunings = [
       ExchangeTuning(),
       *(ExchangeTuning(*map(int, text.split("x"))) for text in args.tunings),

@@ -26,7 +26,10 @@ from ultraep_jax.bench.kernels.matmul_problems import (
   group_sizes,
 )
 from ultraep_jax.bench.layer.problem import LARGE, SHAPES
+from ultraep_jax.bench.machine import devices_for_kernels
 from ultraep_jax.implementation import resolve_tunings
+from ultraep_jax.tools.arguments import nonnegative, positive
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import Array
 
 
@@ -35,12 +38,15 @@ def main() -> None:
   parser.add_argument("what", nargs="+", choices=["check", "time"])
   parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(LARGE))
   parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-  parser.add_argument("--rows", nargs="+", type=int, default=[32768, 65536])
-  parser.add_argument("--skew", type=float, default=1.0, help="of the group sizes, 0: equal")
-  parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
+  parser.add_argument("--rows", nargs="+", type=positive, default=[32768, 65536])
+  parser.add_argument("--skew", type=nonnegative, default=1.0, help="of the group sizes, 0: equal")
+  parser.add_argument(
+    "--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU"
+  )
   parser.add_argument("--peers", action="store_true", help="time what else could be used, too")
-  parser.add_argument("--compile-workers", type=int, default=16, help="threads")
+  parser.add_argument("--compile-workers", type=positive, default=16, help="threads")
   args = parser.parse_args()
+  devices_for_kernels()
   if "check" in args.what:
     check()
   if "time" in args.what:
@@ -70,7 +76,7 @@ def check() -> None:
       text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
       print(f"check C{capacity} K{depth} N{cols} {sizes.tolist()}: {text}", flush=True)
       if not max(errors.values()) < 6e-3:
-        raise SystemExit("wrong")
+        raise CommandError("wrong results")
 
 
 def _skewed(rng: np.random.Generator, slots: int, used: Iterable[int]) -> list[np.ndarray]:

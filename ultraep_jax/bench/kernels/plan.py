@@ -21,9 +21,11 @@ from jax import lax
 from pallas_kernels import RoutingTuning, top_k
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
+from ultraep_jax.bench.machine import devices_for_kernels
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan as planner
 from ultraep_jax.planning import route
+from ultraep_jax.tools.arguments import natural, positive
 from ultraep_jax.types import Array, Plan, PlanCost, Routes
 
 _PROFILED = 20  # calls in a trace
@@ -58,12 +60,12 @@ CHOSEN = ((64, 6), (128, 8), (256, 8), (512, 10))  # experts and choices
 def main() -> None:
   parser = argparse.ArgumentParser(description="Checks and times the planner kernels.")
   parser.add_argument("what", nargs="*", default=["check", "time", "route", "choose"])
-  parser.add_argument("--loads", type=int, default=100, help="random loads to check per shape")
+  parser.add_argument("--loads", type=natural, default=100, help="random loads to check per shape")
   parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
   parser.add_argument("--route-tunings", nargs="*", default=[], help="more, GROUPSxPEERSxCLUSTERS")
-  parser.add_argument("--tokens", type=int, default=8192, help="per rank")
+  parser.add_argument("--tokens", type=positive, default=8192, help="per rank")
   args = parser.parse_args()
-  print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
+  print(f"jax {jax.__version__}, {devices_for_kernels()[0].device_kind}", flush=True)
   routings = [RoutingTuning()]
   for text in args.route_tunings:
     groups, peers, clusters = map(int, text.split("x"))

@@ -7,6 +7,7 @@ several runs of many calls chained inside one jit, so that neither launches nor 
 import argparse
 import functools
 import json
+import pathlib
 import time
 from collections.abc import Callable
 
@@ -18,12 +19,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax import testing
+from ultraep_jax.bench.machine import devices
 from ultraep_jax.compute import experts, tile_matmul
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.files import check_output, write_text
 from ultraep_jax.moe import moe
 from ultraep_jax.planning import route
 from ultraep_jax.planning.load import expert_load
 from ultraep_jax.planning.plan import home_quota, plan_quotas
+from ultraep_jax.tools.arguments import positive
 from ultraep_jax.transport import block_exchange, replicate
 from ultraep_jax.types import Array, ExpertWeights, Plan, Routes
 
@@ -33,13 +37,17 @@ AXIS = "expert"
 def main() -> None:
   parser = argparse.ArgumentParser(description="Measures the portable operations.")
   parser.add_argument("--what", nargs="+", default=list(BENCHES), choices=list(BENCHES))
-  parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
-  parser.add_argument("--calls", type=int, default=10, help="calls chained inside one jit")
-  parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument("--json", help="write the results to this file too")
+  parser.add_argument(
+    "--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU"
+  )
+  parser.add_argument("--calls", type=positive, default=10, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=positive, default=5)
+  parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
   args = parser.parse_args()
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-  print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}")
+  check_output(args.json)
+  found = devices(full_size=args.scale == 1)
+  mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+  print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}")
   results = {}
   for name in args.what:
     for label, run, amount, unit in BENCHES[name](mesh, args.scale):
@@ -54,8 +62,7 @@ def main() -> None:
         flush=True,
       )
   if args.json:
-    with open(args.json, "w") as file:
-      json.dump(results, file, indent=1)
+    write_text(args.json, json.dumps(results, indent=1))
 
 
 Run = tuple[Callable[..., Array], tuple[Array, ...]]

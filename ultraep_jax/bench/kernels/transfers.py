@@ -15,12 +15,14 @@ from pallas_kernels import TransferTuning
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.portable import AXIS
+from ultraep_jax.bench.machine import devices_for_kernels
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.relay import egress_per_rank
 from ultraep_jax.tools import processes
+from ultraep_jax.tools.arguments import amount, factor, natural, positive
 from ultraep_jax.types import Array, ExpertWeights
 
 Placement = tuple[np.ndarray, np.ndarray]  # replica_expert_GS, parent_GS
@@ -33,19 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, plans: int, megabytes: flo
   """The options of a kernel's program, with these defaults."""
   processes.add_argument(parser)
   add = parser.add_argument
-  add("--plans", type=int, default=plans, help="random plans to check per shape")
-  add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
-  add("--megabytes", nargs="*", type=float, default=[megabytes], help="per expert")
+  add("--plans", type=natural, default=plans, help="random plans to check per shape")
+  add("--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU")
+  add("--megabytes", nargs="*", type=amount, default=[megabytes], help="per expert")
   add("--tunings", nargs="*", default=["132x2x16384"], help="BLOCKSxWORKERSxBYTES")
-  add("--calls", type=int, default=20, help="calls chained inside one jit")
-  add("--repeats", type=int, default=5)
+  add("--calls", type=positive, default=20, help="calls chained inside one jit")
+  add("--repeats", type=positive, default=5)
   add("--portable", action="store_true", help="time the portable operation too")
   add("--objective", default="balance", choices=("balance", "time"), help="of the plans timed")
-  add("--target", type=float, help="of the plans timed, e.g. 1.01")
+  add("--target", type=factor, help="of the plans timed, e.g. 1.01")
 
 
 def open_mesh() -> jax.sharding.Mesh:
-  """All devices, which it prints."""
+  """All devices, which it prints.
+
+  Raises:
+    CommandError: kernels that reach other devices do not run on these.
+  """
+  devices_for_kernels(least=2)
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
   print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
   return mesh

@@ -19,7 +19,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -28,7 +28,11 @@ from ultraep_jax.bench.layer import tables as layer_tables
 from ultraep_jax.bench.layer.problem import AXIS, LARGE, LOADS, SHAPES, Arrays, Problem, scaled
 from ultraep_jax.bench.layer.times import Case, Programs, check, measure
 from ultraep_jax.bench.layer.variants import VARIANTS
+from ultraep_jax.bench.machine import devices
+from ultraep_jax.config import Implementation
+from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools import processes
+from ultraep_jax.tools.arguments import factor, natural, positive
 
 PASSES = ("forward", "train")
 
@@ -39,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   add_arguments(parser)
   args = parser.parse_args(argv)
+  check_output(args.json)
+  check_output(args.plot)
   if args.plot and not {"ideal"} < set(args.variants):
     parser.error("--plot: expected ideal and others among --variants, got " + str(args.variants))
   if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -48,24 +54,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--shapes", nargs="+", default=list(LARGE), choices=list(SHAPES))
-  parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 1.3, 2.0, 3.0])
+  parser.add_argument("--ratios", nargs="+", type=factor, default=[1.0, 1.3, 2.0, 3.0])
   parser.add_argument("--loads", default="zipf", choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
   parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
   processes.add_argument(parser)
-  parser.add_argument("--ranks", type=int, help="default: all devices")
-  parser.add_argument("--experts", type=int, help="default: 16 a rank")
-  parser.add_argument("--tokens", type=int, default=8192, help="per rank")
-  parser.add_argument("--top-k", type=int)
-  parser.add_argument("--slots", type=int, default=2)
+  parser.add_argument("--ranks", type=positive, help="default: all devices")
+  parser.add_argument("--experts", type=positive, help="default: 16 a rank")
+  parser.add_argument("--tokens", type=positive, default=8192, help="per rank")
+  parser.add_argument("--top-k", type=positive)
+  parser.add_argument("--slots", type=natural, default=2)
   parser.add_argument("--objective", default="balance", choices=["balance", "time"])
-  parser.add_argument("--implementation", default="auto")
+  parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in")
-  parser.add_argument("--steps", type=int, default=4, help="load matrices that calls cycle through")
-  parser.add_argument("--window", type=int, default=20, help="steps before, which eplb has seen")
-  parser.add_argument("--calls", type=int, default=8, help="calls chained inside one jit")
-  parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument("--scale", type=int, default=1, help="divide widths, to try it on a CPU")
+  parser.add_argument(
+    "--steps", type=positive, default=4, help="load matrices that calls cycle through"
+  )
+  parser.add_argument(
+    "--window", type=positive, default=20, help="steps before, which eplb has seen"
+  )
+  parser.add_argument("--calls", type=positive, default=8, help="calls chained inside one jit")
+  parser.add_argument("--repeats", type=positive, default=5)
+  parser.add_argument("--scale", type=positive, default=1, help="divide widths, to try it on a CPU")
   parser.add_argument(
     "--profile", action="store_true", help="times by kind of kernel, from a trace"
   )
@@ -80,29 +90,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--memory",
     nargs="?",
-    type=float,
+    type=factor,
     const=3.0,
     metavar="RATIO",
     help="instead of times, what none, quota and ideal take at this ratio (3)",
   )
   parser.add_argument("--no-statistics", dest="statistics", action="store_false")
-  parser.add_argument("--compile-workers", type=int, default=8, help="programs at a time")
+  parser.add_argument("--compile-workers", type=positive, default=8, help="programs at a time")
 
 
 def run(args: argparse.Namespace) -> int:
-  devices = jax.devices()[: args.ranks]
+  found = devices(
+    args.ranks,
+    least=2 if max(args.ratios) > 1 else 1,
+    full_size=args.scale == 1 and not args.bounds,
+  )
   axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=axis_types, devices=devices)
-  print(f"jax {jax.__version__}, {mesh.size} x {devices[0].device_kind}", flush=True)
+  mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=axis_types, devices=found)
+  print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)
   results: dict[str, Any] = {
     "jax": jax.__version__,
-    "device": f"{mesh.size} x {devices[0].device_kind}",
+    "device": f"{mesh.size} x {found[0].device_kind}",
     "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)},
   }
 
   def save() -> None:
     if args.json and jax.process_index() == 0:
-      args.json.write_text(json.dumps(results, indent=1))
+      write_text(args.json, json.dumps(results, indent=1))
 
   if args.bounds:
     top_k = {scaled(name, args).top_k for name in args.shapes}

@@ -17,7 +17,7 @@ import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -27,14 +27,17 @@ from jax.sharding import PartitionSpec as P
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Arrays, Shape
 from ultraep_jax.bench.layer.variants import bound
+from ultraep_jax.bench.machine import devices
 from ultraep_jax.bench.matrix import report
 from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, Cell, Group, choose
 from ultraep_jax.bench.matrix.floor import floor
 from ultraep_jax.bench.matrix.loads import choices, imbalance, load_matrix
 from ultraep_jax.bench.matrix.rates import rates_here
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, Implementation
+from ultraep_jax.files import check_output, write_text
 from ultraep_jax.moe import moe
 from ultraep_jax.tools import processes
+from ultraep_jax.tools.arguments import nonnegative, positive
 from ultraep_jax.types import Array, ExpertWeights
 
 BALANCED = "balanced"
@@ -48,31 +51,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add_arguments(parser)
-  return processes.run(run, parser.parse_args(argv))
+  args = parser.parse_args(argv)
+  check_output(args.json)
+  check_output(args.plot)
+  return processes.run(run, args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-  parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
+  parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS), help="per rank")
   parser.add_argument("--ratios", nargs="+", default=list(RATIOS), help="numbers, or max")
   parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
   parser.add_argument("--all", action="store_true", help="all groups, not a pairwise choice")
-  parser.add_argument("--minutes", type=float, default=9.0, help="begin no group after these")
-  parser.add_argument("--ranks", type=int, help="default: all devices")
-  parser.add_argument("--scale", type=int, default=1, help="divide widths, to try it on a CPU")
-  parser.add_argument("--implementation", default="auto")
-  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--minutes", type=nonnegative, default=9.0, help="begin no group after these")
+  parser.add_argument("--ranks", type=positive, help="default: all devices")
+  parser.add_argument("--scale", type=positive, default=1, help="divide widths, to try it on a CPU")
+  parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
+  parser.add_argument("--repeats", type=positive, default=5)
   parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
   parser.add_argument("--plot", type=pathlib.Path, help="draw the heat maps")
   processes.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-  devices = jax.devices()[: args.ranks]
+  found = devices(args.ranks, least=2, full_size=args.scale == 1)
   axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=axis_types, devices=devices)
-  print(f"jax {jax.__version__}, {mesh.size} x {devices[0].device_kind}", flush=True)
+  mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=axis_types, devices=found)
+  print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)
   groups = choose(
     args.shapes, args.tokens, args.ratios, args.loads, args.passes, pairwise=not args.all
   )
@@ -87,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # memory, say; the others are worth having
       print(f"{group}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     if args.json and jax.process_index() == 0:
-      results = {"jax": jax.__version__, "device": f"{mesh.size} x {devices[0].device_kind}"}
-      args.json.write_text(json.dumps(results | {"rows": rows}, indent=1))
+      results = {"jax": jax.__version__, "device": f"{mesh.size} x {found[0].device_kind}"}
+      write_text(args.json, json.dumps(results | {"rows": rows}, indent=1))
   print("\n".join(report.summarise(rows)), flush=True)
   if args.plot and jax.process_index() == 0 and rows:
     report.draw(rows).savefig(args.plot, dpi=130)

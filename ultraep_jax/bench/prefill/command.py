@@ -22,7 +22,7 @@ import pathlib
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,19 @@ import numpy as np
 from flax import nnx
 
 from ultraep_jax import models
+from ultraep_jax.bench.machine import devices
 from ultraep_jax.bench.prefill import model as prefill_model
 from ultraep_jax.bench.prefill import profile as prefill_profile
 from ultraep_jax.bench.prefill import report, text
 from ultraep_jax.bench.prefill import soak as prefill_soak
 from ultraep_jax.bench.prefill.arrivals import Point, find_limit, offer, poisson_arrivals
 from ultraep_jax.bench.prefill.loads import planned, rank_imbalance, reachable_floor
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, Implementation
+from ultraep_jax.files import check_output, write_text
 from ultraep_jax.serve import EngineConfig, PrefillEngine
 from ultraep_jax.serve.metrics import imbalance
 from ultraep_jax.serve.programs import Programs
+from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive
 from ultraep_jax.types import LayerStats
 
 STRATEGIES = ("none", "quota", "ideal")
@@ -53,55 +56,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add_arguments(parser)
-  return run(parser.parse_args(argv))
+  args = parser.parse_args(argv)
+  check_output(args.json)
+  check_output(args.plot)
+  return run(args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--model", default="qwen3-30b-a3b", choices=list(prefill_model.NAMED))
   which.add_argument("--checkpoint", type=pathlib.Path, metavar="FOLDER", help="and its router")
-  parser.add_argument("--layers", type=int, help="only the first ones, of a --model")
+  parser.add_argument("--layers", type=positive, help="only the first ones, of a --model")
   parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-  parser.add_argument("--ranks", type=int, help="default: all devices")
+  parser.add_argument("--ranks", type=positive, help="default: all devices")
   parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-  parser.add_argument("--slots", type=int, default=2)
+  parser.add_argument("--slots", type=natural, default=2)
   parser.add_argument(
     "--capacity-factor",
-    type=float,
+    type=factor,
     help="rows of a buffer over those of equal loads; default: the ranks, so that no loads need a "
     "second round and the programs have no loop for one",
   )
   parser.add_argument("--objective", default="balance", choices=["balance", "time"])
-  parser.add_argument("--implementation", default="auto")
+  parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--batch-invariant", action="store_true")
-  parser.add_argument("--skew", type=float, default=2.0, help="of a --model; 1: as it is")
-  parser.add_argument("--calibrate", type=int, default=40, help="batches to find the biases")
-  parser.add_argument("--buckets", nargs="+", type=int, default=[2048, 4096, 8192])
-  parser.add_argument("--alignment", type=int, default=128, help="also attention's block")
-  parser.add_argument("--max-requests", type=int, default=64, help="of a row")
-  parser.add_argument("--lengths", nargs=2, type=int, default=[128, 4096], help="of prompts")
+  parser.add_argument("--skew", type=nonnegative, default=2.0, help="of a --model; 1: as it is")
+  parser.add_argument("--calibrate", type=natural, default=40, help="batches to find the biases")
+  parser.add_argument("--buckets", nargs="+", type=positive, default=[2048, 4096, 8192])
+  parser.add_argument("--alignment", type=positive, default=128, help="also attention's block")
+  parser.add_argument("--max-requests", type=positive, default=64, help="of a row")
+  parser.add_argument("--lengths", nargs=2, type=positive, default=[128, 4096], help="of prompts")
   parser.add_argument("--no-cache", dest="cache", action="store_false", help="return no caches")
-  parser.add_argument("--bound", type=float, default=500.0, help="on the mean TTFT, in ms")
-  parser.add_argument("--rates", nargs="+", type=float, help="requests/s; default: --shares")
+  parser.add_argument("--bound", type=amount, default=500.0, help="on the mean TTFT, in ms")
+  parser.add_argument("--rates", nargs="+", type=amount, help="requests/s; default: --shares")
   parser.add_argument(
-    "--shares", nargs="+", type=float, default=[0.3, 0.6, 0.8, 0.95], help="of what is saturated"
+    "--shares", nargs="+", type=amount, default=[0.3, 0.6, 0.8, 0.95], help="of what is saturated"
   )
-  parser.add_argument("--seconds", type=float, default=10.0, help="of one rate")
-  parser.add_argument("--tries", type=int, default=5, help="more rates to find what is held")
-  parser.add_argument("--saturate", type=int, default=8, help="full batches that arrive at once")
-  parser.add_argument("--requests", type=int, help="instead: a soak of so many requests")
+  parser.add_argument("--seconds", type=nonnegative, default=10.0, help="of one rate")
+  parser.add_argument("--tries", type=natural, default=5, help="more rates to find what is held")
+  parser.add_argument(
+    "--saturate", type=positive, default=8, help="full batches that arrive at once"
+  )
+  parser.add_argument("--requests", type=positive, help="instead: a soak of so many requests")
   parser.add_argument(
     "--profile", action="store_true", help="instead: times of a full batch by kind of kernel"
   )
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--seed", type=natural, default=0)
   parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
   parser.add_argument("--plot", type=pathlib.Path, help="write a figure to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-  devices = jax.devices()[: args.ranks]
+  found = devices(args.ranks, full_size=args.checkpoint is None and args.model != "tiny")
   axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=axis_types, devices=devices)
+  mesh = jax.make_mesh((len(found),), ("expert",), axis_types=axis_types, devices=found)
   with jax.set_mesh(mesh):
     bench = Bench(args)
     if args.profile:
@@ -374,7 +382,7 @@ class Bench:
 
   def _save(self) -> None:
     if self.args.json:
-      self.args.json.write_text(json.dumps(_finite(self.results), indent=1))
+      write_text(self.args.json, json.dumps(_finite(self.results), indent=1))
 
 
 def _finite(value: Any) -> Any:

@@ -16,12 +16,14 @@ import jax
 
 from ultraep_jax import implementation
 from ultraep_jax.bench.kernels.portable import AXIS
+from ultraep_jax.bench.machine import devices, devices_for_kernels
 from ultraep_jax.bench.stress import layer as stress_layer
 from ultraep_jax.bench.stress import operations as stress_operations
 from ultraep_jax.bench.stress import transfers as stress_transfers
 from ultraep_jax.bench.stress.operations import Operations
 from ultraep_jax.config import Implementation
 from ultraep_jax.tools import processes
+from ultraep_jax.tools.arguments import natural, positive
 
 _COMPARISONS = {"layer": stress_layer.layer, "scan": stress_layer.scan, "train": stress_layer.train}
 PARTS = (*stress_transfers.CHECKS, *_COMPARISONS)
@@ -30,9 +32,11 @@ PARTS = (*stress_transfers.CHECKS, *_COMPARISONS)
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-  parser.add_argument("--repetitions", type=int, default=1000, help="of each kernel")
-  parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--repetitions", type=positive, default=1000, help="of each kernel")
+  parser.add_argument(
+    "--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU"
+  )
+  parser.add_argument("--seed", type=natural, default=0)
   parser.add_argument("--streams", action="store_true", help="put the matmuls on another stream")
   parser.add_argument(
     "--implementation",
@@ -46,25 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None) -> int:
   """Runs the parts and returns the exit status; ``operations``: others than the kernels."""
-  devices = jax.devices()
-  print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}", flush=True)
+  portable = args.implementation == "portable"
+  found = devices(least=2) if operations or portable else devices_for_kernels(least=2)
+  print(f"jax {jax.__version__}, {len(found)} x {found[0].device_kind}", flush=True)
   if operations is None:
-    portable = args.implementation == "portable"
     operations = stress_operations.PORTABLE if portable else stress_operations.KERNELS
   wrong: list[str] = []
   for part in args.parts:
     print(f"{part}: begins", flush=True)
     start = time.perf_counter()
     if part in stress_transfers.CHECKS:
-      mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+      mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
       problem = stress_transfers.Problem(mesh, args.scale, args.seed, args.streams)
-      found = stress_transfers.stress(part, operations, problem, args.repetitions)
+      problems = stress_transfers.stress(part, operations, problem, args.repetitions)
     else:
       print(f"{part}: implementations {implementation.resolve(args.implementation)}", flush=True)
       compare = _COMPARISONS[part]
-      found = compare(devices, args.scale, args.seed, args.implementation, _say(part))
-    wrong += (f"{part}: {text}" for text in found)
-    end = "WRONG" if found else "correct"
+      problems = compare(found, args.scale, args.seed, args.implementation, _say(part))
+    wrong += (f"{part}: {text}" for text in problems)
+    end = "WRONG" if problems else "correct"
     print(f"{part}: {end}, {time.perf_counter() - start:.1f} s in all", flush=True)
   for text in wrong:
     print(f"WRONG: {text}", flush=True)

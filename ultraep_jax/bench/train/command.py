@@ -24,7 +24,7 @@ import math
 import pathlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,13 @@ from jax.sharding import PartitionSpec as P
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.layer import times as layer_times
+from ultraep_jax.bench.machine import devices
 from ultraep_jax.bench.train import text
 from ultraep_jax.bench.train.step import Metrics, Options, Program
 from ultraep_jax.bench.train.transformer import AXIS, DTYPE, Attend, Sizes, attend
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, Implementation
+from ultraep_jax.files import check_output, write_text
+from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive
 
 VARIANTS = ("none", "quota", "ideal")
 SLACK = 1.0625
@@ -50,41 +53,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add_arguments(parser)
-  return run(parser.parse_args(argv))
+  args = parser.parse_args(argv)
+  check_output(args.json)
+  return run(args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-  parser.add_argument("--ratios", nargs="*", type=float, default=[1.3, 2.0, 3.0])
-  parser.add_argument("--ranks", type=int, help="default: all devices")
-  parser.add_argument("--scale", type=int, default=1, help="divide widths, to try it on a CPU")
-  parser.add_argument("--layers", type=int, default=Sizes.layers)
-  parser.add_argument("--experts", type=int, help="default: 16 a rank")
-  parser.add_argument("--top-k", type=int, default=Sizes.top_k)
-  parser.add_argument("--seq", type=int, default=Sizes.seq, help="bytes of a sequence")
-  parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-  parser.add_argument("--slots", type=int, default=2)
+  parser.add_argument("--ratios", nargs="*", type=factor, default=[1.3, 2.0, 3.0])
+  parser.add_argument("--ranks", type=positive, help="default: all devices")
+  parser.add_argument("--scale", type=positive, default=1, help="divide widths, to try it on a CPU")
+  parser.add_argument("--layers", type=positive, default=Sizes.layers)
+  parser.add_argument("--experts", type=positive, help="default: 16 a rank")
+  parser.add_argument("--top-k", type=positive, default=Sizes.top_k)
+  parser.add_argument("--seq", type=positive, default=Sizes.seq, help="bytes of a sequence")
+  parser.add_argument("--batch", type=positive, default=2, help="sequences per rank")
+  parser.add_argument("--slots", type=natural, default=2)
   parser.add_argument("--objective", default="time", choices=["balance", "time"])
-  parser.add_argument("--implementation", default="auto")
+  parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--attention", default="auto", choices=["auto", "cudnn", "xla"])
   parser.add_argument("--remat", action="store_true")
-  parser.add_argument("--warmup", type=int, default=300, help="steps that train the router")
-  parser.add_argument("--learning-rate", type=float, default=3e-4)
-  parser.add_argument("--balance-loss", type=float, default=1e-3)
-  parser.add_argument("--calibrate", type=int, default=40, help="steps to find a bias")
-  parser.add_argument("--steps", type=int, default=4, help="of one measurement")
-  parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument("--check-loss", type=int, metavar="N", help="compare N steps' losses instead")
+  parser.add_argument("--warmup", type=natural, default=300, help="steps that train the router")
+  parser.add_argument("--learning-rate", type=amount, default=3e-4)
+  parser.add_argument("--balance-loss", type=nonnegative, default=1e-3)
+  parser.add_argument("--calibrate", type=natural, default=40, help="steps to find a bias")
+  parser.add_argument("--steps", type=positive, default=4, help="of one measurement")
+  parser.add_argument("--repeats", type=positive, default=5)
+  parser.add_argument(
+    "--check-loss", type=positive, metavar="N", help="compare N steps' losses instead"
+  )
   parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
-  parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of one device")
-  parser.add_argument("--compile-threads", type=int, default=3)
+  parser.add_argument("--peak", type=amount, default=989.0, help="TFLOP/s of one device")
+  parser.add_argument("--compile-threads", type=positive, default=3)
   parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
 
 
 def run(args: argparse.Namespace) -> int:
-  devices = jax.devices()[: args.ranks]
+  found = devices(args.ranks, least=2 if args.ratios else 1, full_size=args.scale == 1)
   axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=axis_types, devices=devices)
+  mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=axis_types, devices=found)
   with jax.set_mesh(mesh):
     bench = Bench(args)
     if args.check_loss:
@@ -338,7 +345,7 @@ class Bench:
 
   def save(self) -> None:
     if self.args.json:
-      self.args.json.write_text(json.dumps(self.results, indent=1))
+      write_text(self.args.json, json.dumps(self.results, indent=1))
 
   def _attention(self) -> Attend:
     """cuDNN's flash attention where it compiles."""

@@ -26,9 +26,13 @@ from ultraep_jax.bench.contest import Choice, Contest, Outcome
 from ultraep_jax.bench.kernels.matmul_problems import DENSE, HOME, PROBLEMS, REPLICA, Problem
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.layer.problem import SHAPES, TUNED
+from ultraep_jax.bench.machine import devices_for_kernels
 from ultraep_jax.bench.tune import description
 from ultraep_jax.bench.tune import matmuls as tune_matmuls
 from ultraep_jax.bench.tune import transfers as tune_transfers
+from ultraep_jax.files import check_output
+from ultraep_jax.tools.arguments import natural, nonnegative, positive
+from ultraep_jax.tools.errors import CommandError
 
 DEFAULT = "default"
 
@@ -56,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the program."""
   parser = argparse.ArgumentParser(description=__doc__)
   add_arguments(parser)
-  run(parser.parse_args(argv))
+  args = parser.parse_args(argv)
+  devices_for_kernels()
+  check_output(args.write)
+  run(args)
   return 0
 
 
@@ -70,17 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices=operations,
     help="default: all, on one GPU matmuls",
   )
-  add("--rows", type=int, default=32768, help="of a matmul")
-  add("--home", type=int, default=HOME, help="slots of home experts, of a matmul")
-  add("--replica", type=int, default=REPLICA, help="slots of copies")
+  add("--rows", type=positive, default=32768, help="of a matmul")
+  add("--home", type=positive, default=HOME, help="slots of home experts, of a matmul")
+  add("--replica", type=natural, default=REPLICA, help="slots of copies")
   add("--write", type=pathlib.Path, help="the JSON file to make, or to put results into")
-  add("--seconds", type=float, default=180.0, help="after which nothing is begun")
-  add("--least-gain", type=float, default=0.01, help="that a candidate must have")
+  add("--seconds", type=nonnegative, default=180.0, help="after which nothing is begun")
+  add("--least-gain", type=nonnegative, default=0.01, help="that a candidate must have")
   add("--more", action="store_true", help="try more candidates")
-  add("--rounds", type=int, default=5, help="turns of each candidate")
-  add("--calls", type=int, default=5, help="in each turn")
-  add("--compile-workers", type=int, default=16, help="threads")
-  add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
+  add("--rounds", type=positive, default=5, help="turns of each candidate")
+  add("--calls", type=positive, default=5, help="in each turn")
+  add("--compile-workers", type=positive, default=16, help="threads")
+  add("--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -129,7 +136,7 @@ def _transfer(operation: str, model: str, args: argparse.Namespace) -> Subject:
   axis_types = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=axis_types)
   if mesh.size < 2:
-    raise SystemExit(f"{operation}: expected several devices, got {mesh.size}")
+    raise CommandError(f"{operation}: expected several devices, got {mesh.size}")
   problem = Problem.of("sum beside", model, args.rows, args.scale)
   tunings = {DEFAULT: tune_transfers.DEFAULTS[operation], **tune_transfers.candidates(operation)}
   competing = tune_transfers.contest(operation, problem, tunings, mesh)

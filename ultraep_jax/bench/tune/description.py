@@ -10,6 +10,7 @@ from pallas_kernels import tunings
 from pallas_kernels.tunings import Tuning
 from ultraep_jax.devices import device, known
 from ultraep_jax.devices.facts import Fact, Matmul
+from ultraep_jax.files import regular, write_text
 
 Description = dict[str, Any]
 
@@ -29,7 +30,7 @@ def load(path: pathlib.Path, kind: str, hardware: str) -> Description:
     near = known.find(kind)
     about = {"format": device.FORMAT, "name": path.stem, "kinds": [kind], "hardware": hardware}
     return about | {"like": known.NEAREST if near is None else near.name}
-  text = path.read_text(encoding="utf-8")
+  text = regular(path).read_bytes()
   found = device.parse(text, str(path))
   if not found.match(kind):
     raise ValueError(f"{path}: expected a description of {kind}, got one of {found.kinds}")
@@ -74,7 +75,7 @@ def with_facts(
 
 def save(path: pathlib.Path, data: Description) -> None:
   """Writes two lines for a number and its source, and one for each tuning."""
-  path.write_text(_object(data, "") + "\n", encoding="utf-8")
+  write_text(path, _object(data, "") + "\n")
 
 
 def _object(data: Mapping[str, Any], indent: str) -> str:

@@ -1,0 +1,51 @@
+"""Numbers on command lines, for ``type=`` of ``argparse``: refused there if out of range."""
+
+import argparse
+import math
+
+_MOST = 2**31 - 1
+
+
+def positive(text: str) -> int:
+  """An integer of at least 1."""
+  return _integer(text, 1)
+
+
+def natural(text: str) -> int:
+  """An integer of at least 0."""
+  return _integer(text, 0)
+
+
+def amount(text: str) -> float:
+  """A finite number above 0."""
+  return _number(text, math.ulp(0.0), "above 0")
+
+
+def nonnegative(text: str) -> float:
+  """A finite number of at least 0."""
+  return _number(text, 0.0, "of at least 0")
+
+
+def factor(text: str) -> float:
+  """A finite number of at least 1."""
+  return _number(text, 1.0, "of at least 1")
+
+
+def _integer(text: str, least: int) -> int:
+  try:
+    value = int(text)
+  except ValueError:
+    value = least - 1
+  if not least <= value <= _MOST:
+    raise argparse.ArgumentTypeError(f"expected an integer from {least} to {_MOST}, got {text!r}")
+  return value
+
+
+def _number(text: str, least: float, range_: str) -> float:
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if not least <= value < 1e9:  # also if it is NaN
+    raise argparse.ArgumentTypeError(f"expected a number {range_} and below 1e9, got {text!r}")
+  return value
