@@ -3,13 +3,14 @@
 import collections
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 _JAX_VERSIONS = ((0, 11, 2), (0, 13))
+# Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
+_SMS, _SHARED_BYTES = 132, 227 * 1024
 _HOPPER = "9"  # the matmuls are of its instructions, which Blackwell lacks
 _NCCL_ACROSS_PROCESSES = (2, 29)  # has ncclGetPeerDevicePointer, through which XLA finds peers
 
@@ -65,24 +66,34 @@ def nccl_version() -> tuple[int, int, int] | None:
   return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
-def call(kernel: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-  """The results of a kernel that reaches other GPUs: what all of these are called through."""
-  return _in_own_memory(kernel(*_in_own_memory(operands)))
+def num_sms() -> int:
+  """SMs of a device of the current mesh, for which kernels are lowered, else of a default one."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is not None and device.platform == "gpu" and device.num_cores:
+    return device.num_cores
+  return _ask_device("core_count", otherwise=_SMS)
 
 
-def _in_own_memory(values: Sequence[Any]) -> list[Any]:
-  """What goes into or comes out of a kernel that reaches other GPUs, as arrays of their own.
+def num_blocks(wanted: int | None) -> int:
+  """Of a kernel: one for each SM, so that all run at a time, or fewer if ``wanted``.
 
-  XLA hands kernels slices of larger arrays in place, such as a layer's weights in a scan. Among
-  several processes NCCL has to make a window of the memory, and refuses one that starts anywhere
-  ("Window address must be suitably aligned", openxla/xla#47461); there a barrier keeps slicing
-  apart from the kernel. Mutable references pass.
+  Raises:
+    ValueError: more than the device has SMs.
   """
-  if jax.process_count() == 1:
-    return list(values)
-  arrays = [value for value in values if isinstance(value, jax.Array)]
-  apart = iter(lax.optimization_barrier(arrays))
-  return [next(apart) if isinstance(value, jax.Array) else value for value in values]
+  sms = num_sms()
+  if wanted is not None and wanted > sms:
+    raise ValueError(f"blocks: expected at most the {sms} SMs of the device, got {wanted}")
+  return sms if wanted is None else wanted
+
+
+def shared_bytes() -> int:
+  """What a block may use of the shared memory of a default device."""
+  return _ask_device("shared_memory_per_block_optin", otherwise=_SHARED_BYTES)
+
+
+def _ask_device(attribute: str, otherwise: int) -> int:
+  device = jax.devices()[0]
+  return getattr(device, attribute, otherwise) if device.platform == "gpu" else otherwise
 
 
 def check_mesh(axis_name: str) -> None:

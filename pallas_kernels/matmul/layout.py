@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import support
 from pallas_kernels.transfer.tuning import SHARED_BYTES, check_positive
 
 Array = jax.Array
@@ -20,8 +21,7 @@ DEPTH = UNIT  # contracted per stage
 MULTIPLYING = 2  # warpgroups of a block
 WARPGROUPS = MULTIPLYING + 1  # with the one that loads
 _WIDEST = 256  # columns of a tile of one weight: of one instruction
-_SMS = 132  # of an H100 or H200
-_BLOCKS_BESIDE = 7 * _SMS  # see ``make_room``
+_WAVES_BESIDE = 7  # see ``make_room``
 
 Schedule = Literal["together", "deferred", "in_turns"]
 
@@ -55,9 +55,10 @@ class Tuning:
     buffers: pieces of 8 KB (64 × 64 of bfloat16, 64 × 32 of float32) that a warpgroup stores at
       a time.
     band: columns worked on side by side, so that the cache serves most loads.
-    blocks: 132 are the SMs of an H100 or H200. With a multiple of them, the first 132 take half
-      of the tiles, the next ones half of the rest, and so on; the device's scheduler hands them
-      out, so that an SM that another kernel holds for a while gets fewer.
+    blocks: that run at a time; ``None``: one for each SM of the device.
+    waves: how many times as many there are. The first ones take half of the tiles, the next ones
+      half of the rest, and so on; the device's scheduler hands them out, so that an SM that
+      another kernel holds for a while gets fewer.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around
@@ -75,23 +76,22 @@ class Tuning:
   stages: int = 4
   buffers: int = 2
   band: int = 2048
-  blocks: int = 132
+  blocks: int | None = None
+  waves: int = 1
   cluster: int = 1
   auto_barriers: bool = True
 
   def __post_init__(self) -> None:
     if self.schedule not in get_args(Schedule):
       raise ValueError(f"schedule: expected one of {get_args(Schedule)}, got {self.schedule!r}")
-    check_positive(self, "stages", "buffers", "band", "blocks", "cluster")
+    check_positive(self, "stages", "buffers", "band", "waves", "cluster")
+    if self.blocks is not None:
+      check_positive(self, "blocks")
     self._check_tile()
     if not isinstance(self.auto_barriers, bool):
       raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
-    if self.blocks % self.cluster:
+    if self.blocks is not None and self.blocks % self.cluster:
       raise ValueError(f"blocks: expected a multiple of {self.cluster}, got {self.blocks}")
-    if self.blocks > _SMS and self.blocks % _SMS:
-      raise ValueError(f"blocks: expected at most {_SMS} or a multiple of it, got {self.blocks}")
-    if self.blocks > _SMS and _SMS % self.cluster:
-      raise ValueError(f"cluster: expected a divisor of {_SMS}, got {self.cluster}")
     if self.band < _WIDEST * self.cluster:
       raise ValueError(f"band: expected at least {_WIDEST * self.cluster}, got {self.band}")
     if self.ring_bytes > SHARED_BYTES:
@@ -121,6 +121,23 @@ class Tuning:
     if self.rows is not None and self.cols is not None:
       return self.rows, self.cols
     return max(_TILES[self.schedule], key=sum)
+
+  def placed(self) -> "Tuning":
+    """With the number of blocks that run at a time on the device, in whole clusters.
+
+    Raises:
+      ValueError: ``blocks`` or ``cluster`` is more than the device has SMs.
+    """
+    blocks = support.num_blocks(self.blocks)
+    if self.cluster > blocks:
+      raise ValueError(f"cluster: expected at most {blocks}, got {self.cluster}")
+    return dataclasses.replace(self, blocks=blocks - blocks % self.cluster)
+
+  @property
+  def clusters(self) -> int:
+    """That run at a time, if placed."""
+    assert self.blocks is not None, "expected a tuning that is placed"
+    return self.blocks // self.cluster
 
   @property
   def ring_bytes(self) -> int:
@@ -200,23 +217,20 @@ def make_room(beside: bool) -> Tuning:
   fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
   equal ones they would miss less than one.
   """
-  return Tuning(blocks=_BLOCKS_BESIDE) if beside else Tuning()
+  return Tuning(waves=_WAVES_BESIDE) if beside else Tuning()
 
 
-def share(num_tiles: Array, block: Array, clusters: int, cluster: int) -> tuple[Array, Array, int]:
-  """First tile of a cluster of blocks, an end of its tiles, and their stride.
+def share(num_tiles: Array, block: Array, clusters: int, waves: int) -> tuple[Array, Array]:
+  """First tile of a cluster of blocks, and an end of its tiles, which are ``clusters`` apart.
 
-  As many clusters as fit on the device are a wave. Each wave has half of the tiles that are
-  left, the last one all of them: an SM that comes late misses few large shares, and all end
-  within a small one. With one wave, each has every ``clusters``-th tile.
+  A wave is ``clusters``. Each has half of the tiles that are left, the last one all of them: an SM
+  that comes late misses few large shares, and all end within a small one.
   """
-  stride = min(clusters, _SMS // cluster)
-  waves = -(-clusters // stride)
-  wave, lane = (f(block, jnp.int32(stride)) for f in (lax.div, lax.rem))
+  wave, lane = (f(block, jnp.int32(clusters)) for f in (lax.div, lax.rem))
   left, after = (lax.shift_right_arithmetic(num_tiles, w) for w in (wave, wave + 1))
   end = lax.select(wave == waves - 1, num_tiles, num_tiles - after)
   # A wave of fewer tiles than clusters leaves some without.
-  return lax.min(num_tiles - left + lane, end), end, stride
+  return lax.min(num_tiles - left + lane, end), end
 
 
 def position(t: Array, num_rows: Array | int, num_cols: int, max_band: int) -> tuple[Array, Array]:

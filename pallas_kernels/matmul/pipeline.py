@@ -11,10 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import support, varying
+from pallas_kernels.launch import launch as launch_kernel
 from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, Array, Tile, Tuning, share
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.tiles import Transfer
@@ -124,21 +123,21 @@ def persist(
   """Runs this block's share of the tiles.
 
   Args:
-    num_tiles: dealt to the clusters in turn; see ``Tuning.blocks`` where there are more than fit.
+    num_tiles: dealt to the clusters in turn; see ``Tuning.waves``.
     describe: the work of a tile's index and of a block's index in the cluster.
     load: loads the steps of a tile: given the steps before it and its owner.
     compute: multiplies a tile, or a strip of it, given the same and what is not stored yet, and
       returns what it leaves to be stored.
     ring: shared by both.
     tile: its number of strips decides who computes.
-    tuning: of the kernel.
+    tuning: of the kernel, placed.
     pending: what is to be stored before the first tile: nothing, in the form of something.
     flush: stores what is left.
   """
-  clusters = tuning.blocks // tuning.cluster
-  block = lax.axis_index(_BLOCK_AXIS) - (lax.axis_size(_BLOCK_AXIS) - clusters)  # others before
-  rank = lax.axis_index(_CLUSTER_AXIS)
-  first_tile, end_tile, stride = share(jnp.int32(num_tiles), block, clusters, tuning.cluster)
+  stride, rank = tuning.clusters, lax.axis_index(_CLUSTER_AXIS)
+  others = lax.axis_size(_BLOCK_AXIS) - stride * tuning.waves  # which come before
+  block = lax.axis_index(_BLOCK_AXIS) - others
+  first_tile, end_tile = share(jnp.int32(num_tiles), block, stride, tuning.waves)
   count = lax.div(end_tile - first_tile + stride - 1, jnp.int32(stride))
   last = lax.max(jnp.int32(num_tiles - 1), jnp.int32(0))
   group = lax.axis_index(_GROUP_AXIS)
@@ -226,7 +225,7 @@ def launch(
     out_type: of the results.
     shared: shared memory; views of one memory in the order of their parts.
     tile: its number of strips decides who waits for what.
-    tuning: of the kernel.
+    tuning: of the kernel, placed.
     kernel_name: in traces.
     approx_math: whether exp, tanh, … may be the device's approximations.
     into: arrays of ``out_type`` to write into, in their memory if nothing else needs them: what
@@ -247,13 +246,16 @@ def launch(
       f"beside: expected {WARPGROUPS} workers and clusters of 1, got {beside.tuning.workers} "
       f"and {tuning.cluster}"
     )
-  riding = beside.tuning.blocks if beside else 0
-  parts = [operands, ride.operands, out_type, ride.out_type, ride.scratch_types]
+  riding = beside.tuning.num_blocks if beside else 0
+  written = [] if into else out_type
+  ride_given = len(ride.operands) + len(ride.updated)
+  counts = [len(operands), ride_given + len(into), len(written), len(ride.out_type)]
 
   def both(*refs: Any) -> None:
     inputs, ride_inputs, outs, ride_outs, ride_scratch, rest = tiles.split(
-      refs, [len(part) for part in parts]
+      refs, [*counts, len(ride.scratch_types)]
     )
+    outs = ride_inputs if into else outs
     views, full, free = rest
     *views, buffers = views if beside else (*views, ())
     if not beside:
@@ -263,10 +265,13 @@ def launch(
     when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers))
     when(block >= riding)(lambda: body(inputs, outs, views, full, free))
 
-  kernel = plgpu.kernel(
+  results = launch_kernel(
     both,
-    out_type=[] if into else [*out_type, *ride.out_type],
-    grid=(riding + tuning.blocks // tuning.cluster,),
+    [*operands, *ride.operands],
+    out_type=[*written, *ride.out_type],
+    updated=into or ride.updated,
+    reaches_others=beside is not None,
+    grid=(riding + tuning.clusters * tuning.waves,),
     grid_names=(_BLOCK_AXIS,),
     cluster=(tuning.cluster,),
     cluster_names=(_CLUSTER_AXIS,),
@@ -290,15 +295,7 @@ def launch(
     ),
     kernel_name=kernel_name,
   )
-  if into:
-    # References of their own scope: those of ``jax.new_ref`` are an effect, and where
-    # ``jax.checkpoint`` runs a kernel again, it leaves out what has one.
-    write = pl.run_state(lambda outs: kernel(*operands, *outs))
-    written = write(varying.untyped(into))
-    return [varying.vary(x, varying.axes_of(y)) for x, y in zip(written, into, strict=True)], None
-  given = [*operands, *ride.operands]
-  results = support.call(kernel, given) if beside else kernel(*given)
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 
 
-_NO_TRANSFER = Transfer((), (), (), (), lambda *_: None, lambda _: None, tiles.Tuning(), "")
+_NO_TRANSFER = Transfer((), (), (), (), (), lambda *_: None, lambda _: None, tiles.Tuning(), "")

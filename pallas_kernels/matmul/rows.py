@@ -86,6 +86,7 @@ def multiply_rows(
   tile = layout.choose_tile(_MOST_ROWS, cols, weights, tuning)
   if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
+  tuning = tuning.placed()
   # An operand may not be empty; without replicas the second one is never read.
   operands = [
     (

@@ -86,6 +86,7 @@ def wgrad_beside(
   tile = layout.choose_tile(depth, cols, 1, tuning)
   if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
+  tuning = tuning.placed()
   # What TMA loads in place are whole stages that begin at a multiple of 8.
   if more := max(-(-capacity // 8) * 8, DEPTH) - capacity:
     rows_CK, grad_CN = (jnp.pad(x, [(0, more), (0, 0)]) for x in (rows_CK, grad_CN))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.launch import launch
 from pallas_kernels.planner import place as plan_place
 from pallas_kernels.planner import probes as plan_probes
 from pallas_kernels.planner.probes import (
@@ -24,7 +25,6 @@ from pallas_kernels.planner.tables import PROBES, Problem, Tables
 
 Array = jax.Array
 
-_SHARED_BYTES = 224 * 1024
 _NO_COST = (1, 0)  # unread; XLA fills equal or counted numbers by a kernel of their own
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
@@ -96,8 +96,10 @@ def plan_quota(
   load = varying.vary(load, varying.axes_of(cost_2))
   domains, candidates = problem.num_domains, problem.num_domains * problem.blocks * PROBES
   typed = jax.typeof(load)
-  probes = plgpu.kernel(
+  steps_T = jnp.array(problem.steps or (0,), jnp.int32)
+  total, report, slots = launch(
     functools.partial(plan_probes.kernel, problem=problem),
+    [load, steps_T, cost_2],
     out_type=[
       typed.update(shape=(num_experts,)),
       typed.update(shape=(domains * problem.blocks * problem.report,)),
@@ -109,11 +111,10 @@ def plan_quota(
     compiler_params=_PARAMS,
     kernel_name="plan_probes",
   )
-  steps_T = jnp.array(problem.steps or (0,), jnp.int32)
-  total, report, slots = probes(load, steps_T, cost_2)
   items, quotas = num_ranks * num_slots, num_experts * num_ranks
-  place = plgpu.kernel(
+  replica_expert, quota, parent = launch(
     functools.partial(plan_place.kernel, problem=problem, relays=_relays(problem, transfer)),
+    [total, report, slots],
     out_type=[
       typed.update(shape=(items,)),
       typed.update(shape=(quotas,)),
@@ -125,7 +126,6 @@ def plan_quota(
     compiler_params=_PARAMS,
     kernel_name="plan_quotas",
   )
-  replica_expert, quota, parent = place(total, report, slots)
   return (
     replica_expert.reshape(num_ranks, num_slots),
     quota.reshape(num_experts, num_ranks),
@@ -165,10 +165,4 @@ def _check_size(problem: Problem) -> None:
     raise NotImplementedError(
       "num_slots, domain_size: expected replica slots and ranks to share, got "
       f"{problem.num_slots} and {problem.domain_size}"
-    )
-  shared = 4 * max(sum(Tables.sizes(problem)), sum(plan_place.sizes(problem)))
-  if shared > _SHARED_BYTES:
-    raise NotImplementedError(
-      f"load_GE, num_slots: expected sizes that fit {_SHARED_BYTES} bytes of shared memory, got "
-      f"{shared}"
     )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.launch import ALIGNMENT, launch
 from pallas_kernels.routing import counts as route_counts
 from pallas_kernels.routing import lines
 from pallas_kernels.routing.block import (
@@ -39,8 +40,6 @@ from pallas_kernels.warp.clusters import arrive_at_cluster, wait_for_block, wait
 from pallas_kernels.warp.warps import lookup, ones, store, thread_index, where
 
 Array = jax.Array
-
-_ALIGNMENT = 1024  # bytes, of each vector in shared memory
 
 
 @functools.partial(jax.jit, static_argnames="tuning")
@@ -86,8 +85,9 @@ def route_rows(
   inputs = [expert_index_TK, load_GE, replica_expert_GS, quota_EG, rank]
   inputs = varying.vary_alike(*(x.reshape(-1) for x in inputs))
   lengths = [sizes.assignments, sizes.assignments, sizes.num_home + num_slots]
-  route = plgpu.kernel(
+  dest, row, group_size_P = launch(
     functools.partial(_route, sizes=sizes),
+    inputs,
     out_type=[jax.typeof(inputs[0]).update(shape=(length,)) for length in lengths],
     grid=(sizes.clusters,),
     grid_names=(CLUSTER_AXIS,),
@@ -102,7 +102,6 @@ def route_rows(
     ),
     kernel_name="route_rows",
   )
-  dest, row, group_size_P = route(*inputs)
   shape = expert_index_TK.shape
   return dest.reshape(shape), row.reshape(shape), group_size_P
 
@@ -112,8 +111,8 @@ def _sizes(sizes: Sizes) -> Sizes:
   for most in range(sizes.pieces, 0, -1):
     tuning = dataclasses.replace(sizes.tuning, most_pieces=most)
     sizes = dataclasses.replace(sizes, tuning=tuning)
-    units = sum(-(-4 * length // _ALIGNMENT) for length in Shared.lengths(sizes))
-    if units * _ALIGNMENT <= SHARED_BYTES:
+    units = sum(-(-4 * length // ALIGNMENT) for length in Shared.lengths(sizes))
+    if units * ALIGNMENT <= SHARED_BYTES:
       return sizes
   raise NotImplementedError(
     "quota_EG, replica_expert_GS: expected fewer experts and slots, got "

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
+from pallas_kernels.launch import launch
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
@@ -65,9 +66,10 @@ def top_k(scores_TE: Array, k: int) -> Array:
   _check(scores_TE, k)
   rows, columns = scores_TE.shape
   scores = scores_TE.reshape(-1)
-  choose = plgpu.kernel(
+  (chosen,) = launch(
     functools.partial(_choose, rows=rows, columns=columns, k=k),
-    out_type=jax.typeof(scores).update(shape=(rows * k,), dtype=jnp.dtype(jnp.int32)),
+    [scores],
+    out_type=[jax.typeof(scores).update(shape=(rows * k,), dtype=jnp.dtype(jnp.int32))],
     grid=(-(-rows // _ROWS),),
     grid_names=(_BLOCK_AXIS,),
     # Only this lowering takes loads per thread. The kernel reaches no other device.
@@ -76,7 +78,7 @@ def top_k(scores_TE: Array, k: int) -> Array:
     ),
     kernel_name="top_k",
   )
-  return choose(scores).reshape(rows, k)
+  return chosen.reshape(rows, k)
 
 
 def _check(scores_TE: Array, k: int) -> None:

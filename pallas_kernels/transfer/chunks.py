@@ -40,7 +40,7 @@ class Deal:
 
   @classmethod
   def of(cls, tokens: int, top_k: int, tuning: Tuning) -> "Deal":
-    num_workers = tuning.blocks * tuning.workers
+    num_workers = tuning.num_workers
     chunk = max(-(-tokens // (num_workers * tuning.steps)), 1)
     return cls(tokens, top_k, chunk, -(-tokens // (num_workers * chunk)), num_workers)
 

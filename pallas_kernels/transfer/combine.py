@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
+from pallas_kernels.launch import launch
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal, Tuning
@@ -61,7 +62,7 @@ def combine(
     NotImplementedError: a dtype or a mesh that the kernel does not handle, or D no multiple of 16.
     ValueError: shapes that do not fit.
   """
-  tuning = tuning or COMBINING
+  tuning = (tuning or COMBINING).placed()
   _check(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name)
   (num_tokens, top_k), width = dest_TK.shape, rows_CD.shape[1]
   if not dest_TK.size:
@@ -79,15 +80,17 @@ def combine(
   rows_CD, *tables = varying.vary_alike(rows_CD, *tables)
   most = min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning))
   parts = chunks.pieces(width, most)
-  kernel = plgpu.kernel(
+  y_TD, _ = launch(
     functools.partial(
       _kernel, parts=parts, deal=deal, weighted=gate_GTK is not None, axis_name=axis_name
     ),
+    [rows_CD, *tables],
     out_type=[
       jax.typeof(rows_CD).update(shape=(num_tokens, width)),
       jax.typeof(rows_CD).update(shape=(num_ranks, num_tokens, width)),
     ],
-    grid=(tuning.blocks,),
+    reaches_others=True,
+    grid=(tuning.num_blocks,),
     grid_names=(tiling.BLOCK_AXIS,),
     num_threads=tuning.workers,
     thread_name=tiling.WORKER_AXIS,
@@ -100,7 +103,7 @@ def combine(
     ],
     kernel_name="combine",
   )
-  return support.call(kernel, [rows_CD, *tables])[0]
+  return y_TD
 
 
 def _buffer_length(rows_CD: Array, tuning: Tuning) -> int:

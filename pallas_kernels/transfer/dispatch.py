@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
+from pallas_kernels.launch import launch
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal, Tuning
@@ -133,7 +134,7 @@ def _launch(
   tuning: Tuning | None,
 ) -> list[Array]:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
-  tuning = tuning or Tuning()
+  tuning = (tuning or Tuning()).placed()
   outs = [(array.shape[1:], array.dtype) for array in arrays]
   if product is not None:
     outs.append((arrays[_VALUES].shape[1:], product))
@@ -153,7 +154,7 @@ def _launch(
   send, received, *rows = varying.vary_alike(
     send, received, *[array.reshape(array.shape[0], -1) for array in arrays]
   )
-  kernel = plgpu.kernel(
+  filled = launch(
     functools.partial(
       _kernel,
       tiles=tiles,
@@ -163,11 +164,13 @@ def _launch(
       axis_name=axis_name,
       tuning=tuning,
     ),
+    [send, received, *rows],
     out_type=[
       jax.typeof(rows[0]).update(shape=(capacity, math.prod(shape)), dtype=dtype)
       for shape, dtype in outs
     ],
-    grid=(tuning.blocks,),
+    reaches_others=True,
+    grid=(tuning.num_blocks,),
     grid_names=(tiling.BLOCK_AXIS,),
     num_threads=tuning.workers,
     thread_name=tiling.WORKER_AXIS,
@@ -180,7 +183,6 @@ def _launch(
     ],
     kernel_name="dispatch",
   )
-  filled = support.call(kernel, [send, received, *rows])
   return [
     rows.reshape(capacity, *shape)
     for rows, (shape, _) in zip(filled[returned], outs[returned], strict=True)

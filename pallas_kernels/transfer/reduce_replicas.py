@@ -1,7 +1,6 @@
 """Sums of the replica slots' gradients into the home experts' of all ranks, over NVLink."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import varying
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
 from pallas_kernels.transfer.trees import Trees
-from pallas_kernels.transfer.tuning import SHARED_BYTES
 from pallas_kernels.warp.branches import one_if, when
 
 Array = jax.Array
@@ -75,9 +72,9 @@ def reduce_replicas(
     The homes with the gradients of all replicas added.
 
   Raises:
-    NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
-      multiple of 16 bytes.
-    ValueError: shapes that do not fit, or a tuning that needs too much shared memory.
+    NotImplementedError: a dtype or a mesh that the kernel does not handle, rows that are no
+      multiple of 16 bytes, or too little shared memory.
+    ValueError: shapes that do not fit, or a tuning that does not fit them or the device.
   """
   transfer = reduction(
     replicas, homes, replica_expert_GS, parent_GS, axis_name=axis_name, tuning=tuning or Tuning()
@@ -104,30 +101,20 @@ def reduction(
   num_others = (num_ranks - 1) * num_slots
   if not homes or not num_others:
     return None
-  tiles = tiling.cut("homes", homes, tuning)
+  tuning, tiles = tuning.placed(), tiling.cut("homes", homes, tuning)
   length = max(each.length for each in tiles)
   buffer = plgpu.SMEM((tuning.workers, -(-length // _UNIT) * _UNIT), jnp.float32)
-  if (shared := 2 * 4 * math.prod(buffer.shape)) > SHARED_BYTES:
-    raise ValueError(f"tuning: expected at most {SHARED_BYTES} shared bytes, got {shared}")
   work = _work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
   rows = [replica.reshape(num_slots, -1) for replica in replicas]
-  axes = varying.axes_of(work, *rows, *homes)
-  sums = varying.untyped([home.reshape(home.shape[0], -1) for home in homes])
-  sum_refs = [jax.new_ref(each) for each in sums]
 
-  def finish(_: Sequence[Array]) -> list[Array]:
-    return [
-      varying.vary(jax.freeze(ref), axes).reshape(home.shape)
-      for ref, home in zip(sum_refs, homes, strict=True)
-    ]
+  def finish(results: Sequence[Array]) -> list[Array]:
+    _, *sums = results
+    return [each.reshape(home.shape) for each, home in zip(sums, homes, strict=True)]
 
   return Transfer(
-    operands=[work, *rows, *sum_refs],
-    out_type=[
-      jax.ShapeDtypeStruct(
-        (tuning.blocks * tuning.workers, _INBOX, num_others, length), jnp.float32
-      )
-    ],
+    operands=[work, *rows],
+    updated=[home.reshape(home.shape[0], -1) for home in homes],
+    out_type=[jax.ShapeDtypeStruct((tuning.num_workers, _INBOX, num_others, length), jnp.float32)],
     scratch_types=[
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.Barrier(num_barriers=tuning.workers),
@@ -225,7 +212,7 @@ def _kernel(
   own_loaded, sent_loaded, arrived, acknowledged, work_buffer, own_buffer, sent_buffer = (
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
-  num_workers, worker = tuning.blocks * tuning.workers, tiling.worker_index(tuning)
+  num_workers, worker = tuning.num_workers, tiling.worker_index(tuning)
   num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
   rank = peers.rank(axis_name)
   num_tiles = tiling.count(tiles, worker, num_workers)

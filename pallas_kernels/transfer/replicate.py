@@ -98,7 +98,7 @@ def replication(
   num_slots = replica_expert_GS.shape[1]
   if not arrays or not num_slots:
     return None
-  tiles = tiling.cut("arrays", arrays, tuning)
+  tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning)
   num_home = arrays[0].shape[0]
   turn_N = _turns(replica_expert_GS, home_rows_G)
   work = _work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
@@ -111,6 +111,7 @@ def replication(
 
   return Transfer(
     operands=[work, *rows],
+    updated=[],
     out_type=[jax.typeof(row).update(shape=(num_slots, row.shape[1])) for row in rows],
     scratch_types=[
       plgpu.Barrier(num_barriers=tuning.workers),
@@ -290,7 +291,7 @@ def _kernel(
         send_next = functools.partial(send, each=each, offset=offset)
         lax.while_loop(lambda index: index < turn_end, send_next, begin)
 
-      each.each(tiling.worker_index(tuning), tuning.blocks * tuning.workers, send_all)
+      each.each(tiling.worker_index(tuning), tuning.num_workers, send_all)
 
     plgpu.wait_smem_to_gmem(0)
 

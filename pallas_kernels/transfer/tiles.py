@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import support
+from pallas_kernels.launch import launch
 from pallas_kernels.transfer.tuning import SHARED_ALIGNMENT
 from pallas_kernels.transfer.tuning import TransferTuning as Tuning
 
@@ -156,17 +156,19 @@ class Transfer:
   rest of the GPU computes. XLA runs kernels one after the other, so this is how they overlap.
 
   Attributes:
-    operands: arrays and mutable references.
+    operands: arrays.
+    updated: arrays that it changes in place.
     out_type: of the results.
     scratch_types: barriers and semaphores.
     buffers: shared memory; blocks that run something else use theirs for that.
-    body: called with references to operands, results, scratch and buffers.
-    finish: from the kernel's results to what the caller wants.
-    tuning: its blocks and workers.
+    body: called with references to operands and updated arrays, results, scratch and buffers.
+    finish: from the kernel's results and updated arrays to what the caller wants.
+    tuning: its blocks and workers, placed.
     name: of the kernel, when alone.
   """
 
-  operands: Sequence[Any]
+  operands: Sequence[Array]
+  updated: Sequence[Array]
   out_type: Sequence[Any]
   scratch_types: Sequence[Any]
   buffers: Sequence[Any]
@@ -177,22 +179,26 @@ class Transfer:
 
   def launch(self) -> Any:
     """Runs it in a kernel of its own."""
-    counts = [len(part) for part in (self.operands, self.out_type, self.scratch_types)]
+    given = len(self.operands) + len(self.updated)
+    counts = [given, len(self.out_type), len(self.scratch_types)]
 
     def body(*refs: Any) -> None:
       self.body(*split(refs, counts))
 
-    kernel = plgpu.kernel(
+    results = launch(
       body,
-      out_type=list(self.out_type),
-      grid=(self.tuning.blocks,),
+      self.operands,
+      out_type=self.out_type,
+      updated=self.updated,
+      reaches_others=True,
+      grid=(self.tuning.num_blocks,),
       grid_names=(BLOCK_AXIS,),
       num_threads=self.tuning.workers,
       thread_name=WORKER_AXIS,
       scratch_types=[*self.scratch_types, *self.buffers],
       kernel_name=self.name,
     )
-    return self.finish(support.call(kernel, self.operands))
+    return self.finish(results)
 
 
 def split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:

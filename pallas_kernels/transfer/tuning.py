@@ -4,6 +4,9 @@ Nothing here needs Mosaic, so that settings can be read and checked without the 
 """
 
 import dataclasses
+from typing import Self
+
+from pallas_kernels import support
 
 SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
 SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
@@ -15,17 +18,19 @@ class TransferTuning:
   """How many workers move tiles of which size; the same on every rank.
 
   Attributes:
-    blocks: thread blocks; all of them must fit on a GPU at a time.
+    blocks: thread blocks, which all run at a time; ``None``: one for each SM of the device.
     workers: workers per block, at most 8.
     tile_bytes: the most bytes of a tile, a multiple of 128.
   """
 
-  blocks: int = 132
+  blocks: int | None = None
   workers: int = 2
   tile_bytes: int = 16 * 1024
 
   def __post_init__(self) -> None:
-    check_positive(self, "blocks", "workers", "tile_bytes")
+    check_positive(self, "workers", "tile_bytes")
+    if self.blocks is not None:
+      check_positive(self, "blocks")
     if self.workers > _MOST_WORKERS:
       raise ValueError(f"workers: expected at most {_MOST_WORKERS}, got {self.workers}")
     if self.tile_bytes % SHARED_ALIGNMENT:
@@ -36,13 +41,32 @@ class TransferTuning:
         f"got {self.workers * self.tile_bytes}"
       )
 
+  def placed(self) -> Self:
+    """With the number of blocks that a kernel has on the device.
+
+    Raises:
+      ValueError: ``blocks`` is more than the device has SMs.
+    """
+    return dataclasses.replace(self, blocks=support.num_blocks(self.blocks))
+
+  @property
+  def num_blocks(self) -> int:
+    """Of a kernel, if placed."""
+    assert self.blocks is not None, "expected a tuning that is placed"
+    return self.blocks
+
+  @property
+  def num_workers(self) -> int:
+    """Of all blocks, if placed."""
+    return self.num_blocks * self.workers
+
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeTuning(TransferTuning):
   """How many workers carry tokens, and how many at a time; the same on every rank.
 
   Attributes:
-    blocks: thread blocks; all of them must fit on a GPU at a time.
+    blocks: thread blocks, which all run at a time; ``None``: one for each SM of the device.
     workers: workers per block.
     tile_bytes: the most bytes of a part of a row, a multiple of 128.
     steps: chunks of a worker, if there are tokens for as many. Each costs a signal to every rank;

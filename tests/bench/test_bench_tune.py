@@ -192,7 +192,7 @@ def test_matmuls_are_timed_as_the_table_says(monkeypatch, capsys):
   names = ["forward up", "sum beside"]
   problems = [matmul_problems.Problem.of(name, "qwen3-235b", 256, scale=32) for name in names]
   grouped_matmul.time_problems(problems, False, Pace())
-  assert seen == {"forward up": Tuning("deferred"), "sum beside": Tuning(blocks=924)}
+  assert seen == {"forward up": Tuning("deferred"), "sum beside": Tuning(waves=7)}
   assert capsys.readouterr().out.count(" 1000 µs ") == 2
 
 

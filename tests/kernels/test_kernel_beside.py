@@ -8,6 +8,7 @@ from assignments import mesh
 from grouped_rows import exact, interpreted
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import support
 from pallas_kernels.matmul import layout
 from pallas_kernels.matmul.gated import gated_beside, gated_matmul
 from pallas_kernels.matmul.grouped import grouped_matmul_sum, sum_beside
@@ -59,7 +60,8 @@ def on_ranks(function, tuning, plan, ranks=RANKS, check_vma=True):
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-  monkeypatch.setattr(layout, "_BLOCKS_BESIDE", 1)
+  monkeypatch.setattr(support, "num_sms", lambda: 1)
+  monkeypatch.setattr(layout, "_WAVES_BESIDE", 1)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ TUNINGS = {
   "together": Tuning(),
   "deferred": Tuning("deferred", auto_barriers=False),
   "large tiles": Tuning(rows=256, cols=192, stages=3),
-  "in_turns": Tuning("in_turns", stages=6, blocks=264),
+  "in_turns": Tuning("in_turns", stages=6, waves=2),
   "in_pairs": Tuning("in_turns", stages=6, cluster=2),
 }
 

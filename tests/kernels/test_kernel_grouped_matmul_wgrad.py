@@ -38,7 +38,7 @@ SHAPES = [
 ]
 TUNINGS = {
   "together": Tuning(),
-  "few stages": Tuning(stages=3, buffers=3, blocks=264, auto_barriers=False),
+  "few stages": Tuning(stages=3, buffers=3, waves=2, auto_barriers=False),
   "in pairs": Tuning(cluster=2),
 }
 

@@ -22,18 +22,18 @@ def test_position_is_a_bijection(num_rows, num_cols, band):
   assert len(set(cols[: num_rows * min(band, num_cols) // 2].tolist())) <= band
 
 
-@pytest.mark.parametrize(("clusters", "cluster"), [(132, 1), (66, 2), (924, 1), (8, 1), (198, 2)])
+@pytest.mark.parametrize(("clusters", "waves"), [(132, 1), (66, 1), (132, 7), (8, 1), (39, 3)])
 @pytest.mark.parametrize("num_tiles", [0, 1, 131, 132, 1000, 6144])
-def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, cluster):
+def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, waves):
   def share(block):
-    first, end, stride = layout.share(jnp.int32(num_tiles), block, clusters, cluster)
-    return first, end, jnp.int32(stride)
+    first, end = layout.share(jnp.int32(num_tiles), block, clusters, waves)
+    return first, end, jnp.int32(clusters)
 
-  shares = jax.vmap(share)(jnp.arange(clusters, dtype=jnp.int32))
+  shares = jax.vmap(share)(jnp.arange(clusters * waves, dtype=jnp.int32))
   owned = [range(*map(int, one)) for one in zip(*map(np.asarray, shares), strict=True)]
   assert sorted(tile for tiles in owned for tile in tiles) == list(range(num_tiles))
   sizes = [len(tiles) for tiles in owned]
-  if clusters == 924:  # seven waves, 1 / 2 to 1 / 64 and the rest
+  if waves == 7:  # 1 / 2 to 1 / 64 and the rest
     assert max(sizes[:132]) <= -(-num_tiles // 264) + 1
     assert max(sizes[-132:]) <= -(-num_tiles // (64 * 132)) + 1
 

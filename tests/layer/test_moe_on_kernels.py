@@ -178,7 +178,7 @@ def processes(request, monkeypatch):
 
 
 def test_kernels_among_processes_take_no_slices(processes):
-  """Arrays that a kernel shares with other GPUs go through a barrier: see ``support.call``."""
+  """Arrays that a kernel shares with other GPUs go through a barrier: see ``launch``."""
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=CONFIG)
@@ -190,6 +190,7 @@ def test_kernels_among_processes_take_no_slices(processes):
     assert not bare
 
 
+RETYPED = {"untyped", "pvary", "pcast"}
 RIDDEN = {"gated_matmul", "grouped_matmul", "grouped_matmul_wgrad"}
 
 
@@ -200,17 +201,33 @@ def shared_outside_barriers(jaxpr):
   for eqn in jaxpr.eqns:
     for var in eqn.invars:
       if isinstance(var, jax.extend.core.Var):
-        used[var].append(eqn.primitive.name)
+        used[var].append(eqn)
+
+  def maker(var):
+    """What an array is of, whatever its type was changed to since."""
+    if var not in made:
+      return "argument"
+    name = made[var].primitive.name
+    return maker(made[var].invars[0]) if name in RETYPED else name
+
+  def users(var):
+    for eqn in used[var]:
+      name = eqn.primitive.name
+      yield from users(eqn.outvars[0]) if name in RETYPED else [name]
+
   for eqn in jaxpr.eqns:
     inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
-    # The call of a kernel is wrapped once.
+    # The call of a kernel is wrapped once, and once more if it updates arrays.
     calls = [call for body in inner for call in body.eqns if call.primitive.name == "mpmd_map"]
+    if eqn.primitive.name == "run_state":
+      calls = [call for body in inner for call in kernels(body)]
     if not calls:
       yield from itertools.chain(*map(shared_outside_barriers, inner))
     elif reaches_others(calls[0]):
-      before = [made[var].primitive.name if var in made else "argument" for var in eqn.invars]
-      after = [name for var in eqn.outvars for name in used[var]]
-      apart = {"optimization_barrier", "new_ref"}  # a new reference is memory of its own
+      before = [maker(var) for var in eqn.invars]
+      after = [name for var in eqn.outvars for name in users(var)]
+      # Zeros are results that are not written yet.
+      apart = {"optimization_barrier", "broadcast_in_dim"}
       yield from ((calls[0].params["name"], name) for name in before + after if name not in apart)
 
 

@@ -105,14 +105,14 @@ def _backward(
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
   # One of the weights is enough: a ring passes all of them in one loop.
-  ordered = weights._replace(wo=_after(static, weights.wo, grad_TD, *first.hidden))
+  ordered = weights._replace(wo=_after(static, routing, weights.wo, grad_TD, *first.hidden))
   replicas = _replicas(static, x_TD.dtype, ordered, routing)
 
   def round_grads(
     index: Array | int, this: _Round, replicas: replicate.Replicas
   ) -> tuple[_Grads, ExpertWeights]:
     assert this.hidden is not None
-    grad_CD = this.crossing.dispatch(_after(static, grad_TD, this.gate_C, this.rows_CD))
+    grad_CD = this.crossing.dispatch(_after(static, routing, grad_TD, this.gate_C, this.rows_CD))
     grads = experts.expert_backward(
       grad_CD,
       this.gate_C,
@@ -129,8 +129,8 @@ def _backward(
     # Else XLA runs the collective of the gates beside matmuls, whose last blocks then wait for the
     # SMs that it holds while it waits for other ranks.
     gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
-    gate_grad_TK = this.crossing.collect(_after(static, gate_C, x_grad_TD))
-    x_grad_TD = _after(static, x_grad_TD, *home)
+    gate_grad_TK = this.crossing.collect(_after(static, routing, gate_C, x_grad_TD))
+    x_grad_TD = _after(static, routing, x_grad_TD, *home)
     return _Grads(x_grad_TD, gate_grad_TK, home), grads.copies
 
   total, copies = round_grads(0, first, replicas)
@@ -239,7 +239,7 @@ def _run_round(
   keep_hidden: bool,
 ) -> tuple[experts.ExpertOutput, _Round]:
   """Dispatches one round's tokens and runs their experts."""
-  x_TD = _after(static, x_TD, start.gate_C)
+  x_TD = _after(static, routing, x_TD, start.gate_C)
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
   if "mosaic_gpu" in static.implementations:
     rows_CD, routing = _once_there(rows_CD, routing)
@@ -268,18 +268,19 @@ def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
   return rows_CD, tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
 
 
-def _after(static: Static, value: Array, *earlier: Array) -> Array:
+def _after(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
   """The same value, for portable exchanges that must come after those which made the earlier ones.
 
   XLA:CPU runs a loop's collectives beside later ones that do not need its results, on each rank in
   an order of its own, and those of one kind then meet the wrong ones (seen in jax 0.11.2). It drops
-  barriers before that, so this is a select on what is never true.
+  barriers before that, so this is a select on what is never true. That no count is negative is a
+  fact of the data, so no simplification can find it out.
   """
   if "mosaic_gpu" in static.implementations:
     return value
   firsts = (array.reshape(-1)[0] for array in earlier if array.size)
-  impossible = ((first > 1) & (first < 0) for first in firsts)
-  never = functools.reduce(jnp.logical_or, impossible, jnp.bool_(False))
+  any_of_them = functools.reduce(jnp.logical_or, (first > 0 for first in firsts), jnp.bool_(False))
+  never = any_of_them & (routing.home_rows_G[0] < 0)
   return jnp.where(never, jnp.zeros((), value.dtype), value)
 
 

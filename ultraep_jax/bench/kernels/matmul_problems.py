@@ -259,6 +259,7 @@ def gated_split(
   more_gate, more_up, sizes = operands
   nothing = tiles.Transfer(
     operands=(),
+    updated=(),
     out_type=(),
     scratch_types=(),
     buffers=[plgpu.SMEM((128,), jnp.int32)],

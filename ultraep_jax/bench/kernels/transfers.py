@@ -35,12 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, plans: int, megabytes: flo
   """The options of a kernel's program, with these defaults."""
   processes.add_argument(parser)
   add = parser.add_argument
+<<<<<<< HEAD
   add("--plans", type=natural, default=plans, help="random plans to check per shape")
   add("--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU")
   add("--megabytes", nargs="*", type=amount, default=[megabytes], help="per expert")
   add("--tunings", nargs="*", default=["132x2x16384"], help="BLOCKSxWORKERSxBYTES")
   add("--calls", type=positive, default=20, help="calls chained inside one jit")
   add("--repeats", type=positive, default=5)
+=======
+  add("--plans", type=int, default=plans, help="random plans to check per shape")
+  add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
+  add("--megabytes", nargs="*", type=float, default=[megabytes], help="per expert")
+  add("--tunings", nargs="*", default=["2x16384"], help="[BLOCKSx]WORKERSxBYTES")
+  add("--calls", type=int, default=20, help="calls chained inside one jit")
+  add("--repeats", type=int, default=5)
+>>>>>>> onegpu
   add("--portable", action="store_true", help="time the portable operation too")
   add("--objective", default="balance", choices=("balance", "time"), help="of the plans timed")
   add("--target", type=factor, help="of the plans timed, e.g. 1.01")
@@ -61,10 +70,15 @@ def open_mesh() -> jax.sharding.Mesh:
 def tunings_of(texts: Sequence[str]) -> dict[str, TransferTuning]:
   """The tunings that ``--tunings`` names, by a label for people.
 
-  >>> tunings_of(["132x2x16384"])
-  {'132 x 2 x 16384': TransferTuning(blocks=132, workers=2, tile_bytes=16384)}
+  >>> tunings_of(["2x16384", "12x3x8192"])["12 x 3 x 8192"]
+  TransferTuning(blocks=12, workers=3, tile_bytes=8192)
   """
-  return {text.replace("x", " x "): TransferTuning(*map(int, text.split("x"))) for text in texts}
+  return {text.replace("x", " x "): _tuning_of(text) for text in texts}
+
+
+def _tuning_of(text: str) -> TransferTuning:
+  *blocks, workers, tile_bytes = map(int, text.split("x"))
+  return TransferTuning(*(blocks or [None]), workers=workers, tile_bytes=tile_bytes)
 
 
 def planner(args: argparse.Namespace) -> BalanceConfig:

@@ -48,7 +48,7 @@ def candidates(problem: Problem, more: bool) -> dict[str, Tuning]:
       continue
     if tuning.band > problem.default.band >= problem.widths[-1]:
       continue  # all columns are in one band already
-    tried[label] = dataclasses.replace(tuning, blocks=problem.default.blocks)
+    tried[label] = dataclasses.replace(tuning, waves=problem.default.waves)
   return tried
 
 

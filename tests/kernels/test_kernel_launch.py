@@ -1,0 +1,117 @@
+"""What kernels need of a device: shared memory, and as many SMs as they have blocks."""
+
+import dataclasses
+import pathlib
+
+import assignments
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import pallas_kernels
+from pallas_kernels import support
+from pallas_kernels.launch import launch, shared_bytes
+from pallas_kernels.matmul import layout
+from pallas_kernels.transfer import chunks, combine, tiles
+from pallas_kernels.transfer.dispatch import dispatch_scaled
+
+LIMIT = 227 * 1024
+
+
+def of_device(**facts):
+  """A GPU with these facts."""
+  return dataclasses.make_dataclass("Device", ["platform", *facts])("gpu", *facts.values())
+
+
+# --- shared memory ---------------------------------------------------------------------------
+
+
+def test_shared_memory_is_what_is_lowered():
+  """Buffers begin at multiples of 1024 bytes; views of one memory count once."""
+  vector = plgpu.SMEM((300,), jnp.int32)
+  assert shared_bytes([vector]) == 2048
+  assert shared_bytes([vector, plgpu.SMEM((1024,), jnp.int8), plgpu.Barrier(num_barriers=3)]) == (
+    3 * 1024 + 3 * 8
+  )
+  assert shared_bytes([plgpu.RefUnion((vector, vector), (vector,))]) == 2 * 2048
+  assert shared_bytes([plgpu.SemaphoreType.REGULAR((4096, 4096))]) == 0
+
+
+@pytest.mark.parametrize("words, fits", [(LIMIT // 4, True), (LIMIT // 4 + 1, False)])
+def test_a_kernel_that_does_not_fit_is_refused(words, fits):
+  def body(source_ref, target_ref, scratch_ref):
+    scratch_ref[0] = source_ref[0]
+    target_ref[0] = scratch_ref[0]
+
+  def run(x):
+    shape = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return launch(
+      body,
+      [x],
+      out_type=[shape],
+      scratch_types=[plgpu.SMEM((words,), jnp.int32)],
+      kernel_name="large",
+    )
+
+  traced = jax.ShapeDtypeStruct((1,), jnp.int32)
+  if fits:
+    jax.jit(run).trace(traced).lower(lowering_platforms=("cuda",))
+  else:
+    with pytest.raises(NotImplementedError, match=f"large: expected at most {LIMIT} bytes"):
+      jax.jit(run).trace(traced)
+
+
+def test_tokens_in_fp8_with_large_tiles_are_refused():
+  """The tiles alone would fit; their products, of twice as many bytes and more, do not."""
+  tuning = chunks.Tuning(workers=8, tile_bytes=28 * 1024)
+  width = 16 * 1024
+
+  def run(value, scale, *where):
+    return dispatch_scaled(
+      value, scale, *where, dtype="bfloat16", capacity=16, axis_name="expert", tuning=tuning
+    )
+
+  shapes = [((8, width), "float8_e4m3fn"), ((8, width // 128), "float32")]
+  shapes += [((8, 2), "int32")] * 2 + [((2, 8, 2), "int32")]
+  arguments = [jax.ShapeDtypeStruct(*each) for each in shapes]
+  mesh, everywhere = assignments.mesh((2, "expert")), PartitionSpec()
+  mapped = jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+  with pytest.raises(NotImplementedError, match=f"dispatch: expected at most {LIMIT} bytes"):
+    jax.jit(mapped).trace(*arguments)
+
+
+def test_every_kernel_is_launched_by_one_function():
+  folder = pathlib.Path(pallas_kernels.__file__).parent
+  files = [path.name for path in folder.rglob("*.py") if "plgpu.kernel(" in path.read_text()]
+  assert files == ["launch.py"]
+
+
+# --- blocks ----------------------------------------------------------------------------------
+
+
+def test_facts_are_those_of_the_device(monkeypatch):
+  assert (support.num_sms(), support.shared_bytes()) == (132, LIMIT)  # no GPU to be asked
+  device = of_device(core_count=78, shared_memory_per_block_optin=99 * 1024)
+  monkeypatch.setattr(jax, "devices", lambda: [device])
+  assert (support.num_sms(), support.shared_bytes()) == (78, 99 * 1024)
+  abstract = jax.sharding.AbstractDevice(device_kind="H100", num_cores=114, platform="gpu")
+  mesh = AbstractMesh((2,), ("expert",), (AxisType.Auto,), abstract_device=abstract)
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert support.num_sms() == 114
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132])
+def test_blocks_are_one_for_each_sm(sms, monkeypatch):
+  monkeypatch.setattr(support, "num_sms", lambda: sms)
+  for tuning in (tiles.Tuning(), chunks.Tuning(), combine.TUNING):
+    assert tuning.placed().num_blocks == sms
+  assert tiles.Tuning(blocks=12, workers=3).placed().num_workers == 36
+  assert layout.Tuning().placed().clusters == sms
+  assert layout.Tuning(cluster=4).placed().clusters == sms // 4
+  beside = layout.make_room(True).placed()
+  assert beside.waves > 1 and beside.clusters == sms
+  for tuning in (tiles.Tuning(blocks=sms + 1), layout.Tuning(blocks=sms + 1)):
+    with pytest.raises(ValueError, match=f"blocks: expected at most the {sms} SMs of the device"):
+      tuning.placed()
