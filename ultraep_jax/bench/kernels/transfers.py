@@ -35,21 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, plans: int, megabytes: flo
   """The options of a kernel's program, with these defaults."""
   processes.add_argument(parser)
   add = parser.add_argument
-<<<<<<< HEAD
   add("--plans", type=natural, default=plans, help="random plans to check per shape")
   add("--scale", type=positive, default=1, help="divide all sizes, to try it on a CPU")
   add("--megabytes", nargs="*", type=amount, default=[megabytes], help="per expert")
-  add("--tunings", nargs="*", default=["132x2x16384"], help="BLOCKSxWORKERSxBYTES")
+  add("--tunings", nargs="*", default=["2x16384"], help="[BLOCKSx]WORKERSxBYTES")
   add("--calls", type=positive, default=20, help="calls chained inside one jit")
   add("--repeats", type=positive, default=5)
-=======
-  add("--plans", type=int, default=plans, help="random plans to check per shape")
-  add("--scale", type=int, default=1, help="divide all sizes, to try it on a CPU")
-  add("--megabytes", nargs="*", type=float, default=[megabytes], help="per expert")
-  add("--tunings", nargs="*", default=["2x16384"], help="[BLOCKSx]WORKERSxBYTES")
-  add("--calls", type=int, default=20, help="calls chained inside one jit")
-  add("--repeats", type=int, default=5)
->>>>>>> onegpu
   add("--portable", action="store_true", help="time the portable operation too")
   add("--objective", default="balance", choices=("balance", "time"), help="of the plans timed")
   add("--target", type=factor, help="of the plans timed, e.g. 1.01")
