@@ -20,6 +20,7 @@ from ultraep_jax import strategies
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import relay
 from ultraep_jax.planning.exact import slots_that_suffice
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.load import position_in_group
 from ultraep_jax.planning.route import slot_sizes
 from ultraep_jax.strategies import eplb, lplb
@@ -185,7 +186,8 @@ def _place_by_planner(
 ) -> Placed:
   num_ranks, num_experts = own_RX.shape
   if strategy == "exact":
-    slots = max(config.replica_slots, slots_that_suffice(num_experts, num_ranks))
+    enough = slots_that_suffice(num_experts, num_ranks)
+    slots = max(num_slots(config, num_experts, num_ranks), enough)
     config = dataclasses.replace(config, replica_slots=slots)
   plan = strategies.resolve(strategy).plan(_matrix(total_X, num_ranks), config, cost)
   return _of_plan(own_RX, plan)
@@ -271,7 +273,8 @@ def _rearranging(config: BalanceConfig, period: int, decay: float) -> Balancer:
 
   def init(layers: int, num_experts: int, num_ranks: int) -> eplb.History:
     home_GM = jnp.arange(num_experts, dtype=jnp.int32).reshape(num_ranks, -1)
-    slots_GP = jnp.pad(home_GM, ((0, 0), (0, config.replica_slots)), constant_values=-1)
+    slots = num_slots(config, num_experts, num_ranks)
+    slots_GP = jnp.pad(home_GM, ((0, 0), (0, slots)), constant_values=-1)
     state = eplb.History(jnp.zeros(num_experts, jnp.float32), jnp.int32(0), slots_GP)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (layers, *leaf.shape)), state)
 
