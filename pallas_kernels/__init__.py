@@ -4,16 +4,18 @@ They import jax only and know nothing of ``ultraep_jax``, whose operations use t
 (``implementation="mosaic_gpu"``). Each equals the portable form of its operation, bit for bit
 where integers or copies are concerned, but leaves unused rows and slots unwritten.
 
-The names here are public, all else is private. A module is imported when a name of it is first
-used, as most load Mosaic, which takes longer than all of ``ultraep_jax``.
+The names here and the module ``tunings`` are public, all else is private. A module is imported
+when a name of it is first used, as most load Mosaic, which takes longer than all of
+``ultraep_jax``.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from pallas_kernels.matmul.gated import gated_beside, gated_matmul
+  from pallas_kernels.matmul.gated import Gated, gated_beside, gated_matmul
   from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
+  from pallas_kernels.matmul.layout import MatmulTuning, make_room
   from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
@@ -34,6 +36,8 @@ __all__ = [
   "SCALED",
   "UNTUNED",
   "ExchangeTuning",
+  "Gated",
+  "MatmulTuning",
   "RoutingTuning",
   "Transfer",
   "TransferTuning",
@@ -48,6 +52,7 @@ __all__ = [
   "grouped_matmul",
   "grouped_matmul_sum",
   "grouped_matmul_wgrad",
+  "make_room",
   "num_scales",
   "plan_quota",
   "reduce_replicas",
@@ -61,8 +66,9 @@ __all__ = [
   "why_unsupported",
 ]
 _MODULES = {
-  "matmul.gated": ("gated_beside", "gated_matmul"),
+  "matmul.gated": ("Gated", "gated_beside", "gated_matmul"),
   "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
+  "matmul.layout": ("MatmulTuning", "make_room"),
   "matmul.wgrad": ("grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),

@@ -11,7 +11,7 @@ from typing import Any
 from pallas_kernels.matmul import layout
 from pallas_kernels.transfer.tuning import SHARED_BYTES, ExchangeTuning, TransferTuning
 
-Tuning = layout.Tuning | TransferTuning
+Tuning = layout.MatmulTuning | TransferTuning
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 
@@ -28,8 +28,8 @@ class Operation:
   widths: tuple[str, ...]
 
 
-_MATMUL = Operation(layout.Tuning, ("contracted", "columns"))
-_WGRAD = Operation(layout.Tuning, ("rows", "columns"))  # of a slot's gradient
+_MATMUL = Operation(layout.MatmulTuning, ("contracted", "columns"))
+_WGRAD = Operation(layout.MatmulTuning, ("rows", "columns"))  # of a slot's gradient
 _EXCHANGE = Operation(ExchangeTuning, ("token bytes",))
 _TRANSFER = Operation(TransferTuning, ("expert bytes",))
 OPERATIONS: Mapping[str, Operation] = {
@@ -85,7 +85,7 @@ class Entry:
 class Tunings:
   """Which tuning a kernel has for which shape. Hashable.
 
-  >>> together, deferred = layout.Tuning(), layout.Tuning("deferred")
+  >>> together, deferred = layout.MatmulTuning(), layout.MatmulTuning("deferred")
   >>> tunings = Tunings(
   ...   (
   ...     Entry(operation="forward", widths=(4096, 1536), tuning=deferred),
@@ -189,7 +189,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       f"tuning: expected a {expected.__module__}.{expected.__name__} for {operation!r}, "
       f"got {tuning!r}"
     )
-  if isinstance(tuning, layout.Tuning):
+  if isinstance(tuning, layout.MatmulTuning):
     if operation.startswith("wgrad") and tuning.schedule != "together":
       raise ValueError(f"schedule: expected 'together' for {operation!r}, got {tuning.schedule!r}")
     if operation.endswith("beside") and tuning.cluster > 1:
@@ -217,7 +217,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
 def _alike(operation: str, widths: tuple[int, ...], known: tuple[int, ...]) -> bool:
   if any(max(a / b, b / a) > _FARTHEST for a, b in zip(widths, known, strict=True)):
     return False
-  matmul = OPERATIONS[operation].tuning is layout.Tuning
+  matmul = OPERATIONS[operation].tuning is layout.MatmulTuning
   return not matmul or (widths[-1] % 256 == 0) == (known[-1] % 256 == 0)
 
 

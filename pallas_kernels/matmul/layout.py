@@ -41,7 +41,7 @@ _MOST_SUMS: Mapping[Schedule, int] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
+class MatmulTuning:
   """How a kernel is laid out on the device. It changes no result beyond rounding.
 
   Attributes:
@@ -150,6 +150,9 @@ class Tuning:
     return 2 * MULTIPLYING * self.buffers * 64 * 64
 
 
+Tuning = MatmulTuning
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
   """Of the result, what one or both warpgroups have in registers.
@@ -210,14 +213,14 @@ def _shared_cycles(tile: Tile, operands: int) -> float:
   return 2 * (read + written) * DEPTH / 128 / (products * tile.cols * 2)
 
 
-def make_room(beside: bool) -> Tuning:
+def make_room(beside: bool) -> MatmulTuning:
   """The tuning of a kernel that has none, and may share the GPU with a transfer.
 
   The transfer holds some SMs for a while. With several waves of blocks the device gives those SMs
   fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
   equal ones they would miss less than one.
   """
-  return Tuning(waves=_WAVES_BESIDE) if beside else Tuning()
+  return MatmulTuning(waves=_WAVES_BESIDE) if beside else MatmulTuning()
 
 
 def share(num_tiles: Array, block: Array, clusters: int, waves: int) -> tuple[Array, Array]:

@@ -11,15 +11,21 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.matmul.gated import Gated, gated_beside, gated_matmul
-from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
-from pallas_kernels.matmul.layout import Tuning
-from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
-from pallas_kernels.transfer import tiles
+from pallas_kernels import (
+  Gated,
+  MatmulTuning,
+  Transfer,
+  gated_beside,
+  gated_matmul,
+  grouped_matmul,
+  grouped_matmul_sum,
+  grouped_matmul_wgrad,
+  make_room,
+)
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.compute import experts
+from ultraep_jax.transport.replicate import COPYING
 from ultraep_jax.types import Array
 
 Kernel = Callable[..., Any]
@@ -126,9 +132,9 @@ class Problem:
     return 2.0 * products * float(self.sizes.sum()) * self.wide * self.inner
 
   @property
-  def default(self) -> Tuning:
+  def default(self) -> MatmulTuning:
     """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
-    return layout.make_room(self.operation.endswith("beside"))
+    return make_room(self.operation.endswith("beside"))
 
   def parts(self) -> Parts:
     make = {"wgrad": _wgrad, "gated": _gated, "sum": _sum}
@@ -257,7 +263,7 @@ def gated_split(
 ) -> Gated:
   """``gated_matmul`` with home and replica slots apart, beside a transfer of nothing or none."""
   more_gate, more_up, sizes = operands
-  nothing = tiles.Transfer(
+  nothing = Transfer(
     operands=(),
     updated=(),
     out_type=(),
@@ -265,7 +271,7 @@ def gated_split(
     buffers=[plgpu.SMEM((128,), jnp.int32)],
     body=lambda *_: None,
     finish=lambda _: None,
-    tuning=tiles.Tuning(blocks=12, workers=pipeline.WARPGROUPS),
+    tuning=COPYING,
     name="nothing",
   )
   gated, _ = gated_beside(

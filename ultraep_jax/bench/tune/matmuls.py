@@ -4,12 +4,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from pallas_kernels.matmul.layout import Tuning
+from pallas_kernels import MatmulTuning
 from ultraep_jax.bench.contest import Contest
 from ultraep_jax.bench.kernels.matmul_problems import Problem
 
-_DEFERRED = Tuning("deferred")
-_IN_TURNS = Tuning("in_turns", stages=6)
+_DEFERRED = MatmulTuning("deferred")
+_IN_TURNS = MatmulTuning("in_turns", stages=6)
 _FEW = {
   "deferred": _DEFERRED,
   "in turns": _IN_TURNS,
@@ -18,14 +18,14 @@ _FEW = {
   "deferred, band 4096": dataclasses.replace(_DEFERRED, band=4096),
 }
 _FEW_OF_WGRAD = {
-  "band 1024": Tuning(band=1024),
-  "band 4096": Tuning(band=4096),
-  "pairs": Tuning(cluster=2),
-  "bare": Tuning(auto_barriers=False),
+  "band 1024": MatmulTuning(band=1024),
+  "band 4096": MatmulTuning(band=4096),
+  "pairs": MatmulTuning(cluster=2),
+  "bare": MatmulTuning(auto_barriers=False),
 }
 _MORE = {
-  "band 1024": Tuning(band=1024),
-  "band 4096": Tuning(band=4096),
+  "band 1024": MatmulTuning(band=1024),
+  "band 4096": MatmulTuning(band=4096),
   "in turns, band 4096": dataclasses.replace(_IN_TURNS, band=4096),
   "in turns, band 1024": dataclasses.replace(_IN_TURNS, band=1024),
   "deferred, bare": dataclasses.replace(_DEFERRED, auto_barriers=False),
@@ -36,7 +36,7 @@ _MORE = {
 }
 
 
-def candidates(problem: Problem, more: bool) -> dict[str, Tuning]:
+def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
   """Tunings to try beside the kernel's own, by a label."""
   tried = {}
   wgrad = problem.operation.startswith("wgrad")
@@ -52,7 +52,7 @@ def candidates(problem: Problem, more: bool) -> dict[str, Tuning]:
   return tried
 
 
-def contest(problem: Problem, tunings: Mapping[str, Tuning]) -> Contest:
+def contest(problem: Problem, tunings: Mapping[str, MatmulTuning]) -> Contest:
   """The kernel of a problem in several tunings, of which the first is right."""
   kernel = problem.parts().kernel
   return problem.contest(
