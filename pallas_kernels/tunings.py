@@ -185,10 +185,7 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
   """What the type does not check itself."""
   expected = OPERATIONS[operation].tuning
   if type(tuning) is not expected:
-    raise TypeError(
-      f"tuning: expected a {expected.__module__}.{expected.__name__} for {operation!r}, "
-      f"got {tuning!r}"
-    )
+    raise TypeError(f"tuning: expected {expected.__name__} for {operation!r}, got {tuning!r}")
   if isinstance(tuning, layout.MatmulTuning):
     if operation.startswith("wgrad") and tuning.schedule != "together":
       raise ValueError(f"schedule: expected 'together' for {operation!r}, got {tuning.schedule!r}")

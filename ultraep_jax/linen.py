@@ -27,7 +27,8 @@ from ultraep_jax.types import Activation, Array
 class MoE(nn.Module):
   """A mixture of gated experts, balanced on the exact load of every call.
 
-  Parameters have the names and shapes of ``ultraep_jax.nnx.MoE``, boxed in ``nn.Partitioned``.
+  Attributes are the arguments of ``ultraep_jax.nnx.MoE``, which describes them, and parameters
+  have the names and shapes of its own, boxed in ``nn.Partitioned``.
   The selection bias lives in the collection ``"router_state"``. ``init`` and ``apply`` need the
   mesh in context, all axes Auto or all Explicit; parameters are created already sharded.
 
@@ -43,20 +44,6 @@ class MoE(nn.Module):
   ...   (y, aux), state = apply(variables, x, update_bias=0.001, mutable=("router_state",))
   >>> y.shape, int(aux.expert_load_E.sum()), state["router_state"]["selection_bias"].shape
   ((8, 4, 16), 64, (8,))
-
-  Attributes:
-    embed_dim: D, hidden width.
-    expert_dim: F, inner width of one expert.
-    gating: the router.
-    config: how the layer balances.
-    num_shared_experts: n, experts that every token takes: one MLP of inner width n * F.
-    activation: of the gate half of an expert.
-    dtype: of the computation; ``None``: that of the input. The router computes in float32.
-    param_dtype: of all parameters but the router.
-    kernel_init: makes one ``[in, out]`` matrix; called per expert with its own key.
-    axis_name: mesh axis of the experts.
-    token_axes: mesh axes that divide the first axis of the input; ``None``: ``"data"`` where
-      the mesh has it, then ``axis_name``.
   """
 
   embed_dim: int

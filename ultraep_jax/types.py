@@ -116,7 +116,8 @@ class LayerStats(NamedTuple):
     rounds: ``[]`` int32, rounds that were run.
     masked: ``[]`` int32, assignments with index −1.
     invalid: ``[]`` int32, assignments with an index below −1 or at least E, treated as masked.
-    replica_expert_GS: ``[G, S]`` int32, the expert whose copy fills the slot, −1 if empty.
+    replica_expert_GS: ``[G, S]`` int32, the expert whose copy fills the slot, −1 if empty; S of
+      the plan, 0 where nothing can be balanced.
     replica_parent_GS: ``[G, S]`` int32, the rank that sends the slot its copy along the plan's
       trees, −1 if empty.
     replica_load_GS: ``[G, S]`` int32, assignments that the plan gives the slot; of an expert's
