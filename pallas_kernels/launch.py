@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
-
-Array = jax.Array
+from pallas_kernels.support import Array
 
 ALIGNMENT = 1024  # bytes, of each buffer in shared memory
 _BARRIER_BYTES = 8

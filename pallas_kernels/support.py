@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+Array = jax.Array
+
 _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
 _SMS, _SHARED_BYTES = 132, 227 * 1024

@@ -7,7 +7,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-Array = jax.Array
+from pallas_kernels.support import Array
 
 
 def axes_of(*arrays: Array) -> frozenset[str]:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from pallas_kernels.matmul.layout import Array, Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.matmul.rows import Contraction, multiply_rows
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 
 # What Mosaic GPU computes element by element in registers.
@@ -45,7 +46,7 @@ def gated_matmul(
   activation: Callable[[Array], Array],
   *,
   keep_hidden: bool,
-  tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
 ) -> Gated:
   """``activation(rows gate) * (rows up)`` for each group of rows by the weights of its slot.
 
@@ -87,8 +88,8 @@ def gated_beside(
   activation: Callable[[Array], Array],
   *,
   keep_hidden: bool,
-  tuning: Tuning | None = None,
-  replica_tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
+  replica_tuning: MatmulTuning | None = None,
 ) -> tuple[Gated, Any]:
   """``gated_matmul`` by replica weights that a transfer brings at the same time.
 
@@ -146,7 +147,7 @@ def _multiply(
   group_size_P: Array,
   activation: Callable[[Array], Array],
   keep_hidden: bool,
-  tuning: Tuning | None,
+  tuning: MatmulTuning | None,
   *,
   slots: range | None = None,
   into: Gated | None = None,

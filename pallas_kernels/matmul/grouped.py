@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.matmul.layout import Array, Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.matmul.rows import Contraction, multiply_rows
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 
 
@@ -19,7 +20,7 @@ def grouped_matmul(
   group_size_P: Array,
   *,
   transpose_rhs: bool = False,
-  tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
 ) -> Array:
   """Multiplies each group of rows by the weights of its slot.
 
@@ -57,7 +58,7 @@ def grouped_matmul_sum(
   group_size_P: Array,
   *,
   transpose_rhs: bool = False,
-  tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
 ) -> Array:
   """The sum of ``grouped_matmul`` over several rows with their weights, rounded once.
 
@@ -91,7 +92,7 @@ def sum_beside(
   group_size_P: Array,
   *,
   transpose_rhs: bool = False,
-  tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Any]:
   """``grouped_matmul_sum`` and the result of a transfer that runs beside it."""
   if not len(rows_CK) == len(home_MKN) == len(replica_SKN) > 0:

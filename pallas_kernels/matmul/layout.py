@@ -7,14 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import support
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tuning import SHARED_BYTES, check_positive
-
-Array = jax.Array
 
 UNIT = 64  # of all widths: 128 bytes of bfloat16, the widest swizzle
 DEPTH = UNIT  # contracted per stage
@@ -122,7 +120,7 @@ class MatmulTuning:
       return self.rows, self.cols
     return max(_TILES[self.schedule], key=sum)
 
-  def placed(self) -> "Tuning":
+  def placed(self) -> "MatmulTuning":
     """With the number of blocks that run at a time on the device, in whole clusters.
 
     Raises:
@@ -150,9 +148,6 @@ class MatmulTuning:
     return 2 * MULTIPLYING * self.buffers * 64 * 64
 
 
-Tuning = MatmulTuning
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
   """Of the result, what one or both warpgroups have in registers.
@@ -172,7 +167,7 @@ class Tile:
     return self.strips * self.strip
 
 
-def choose_tile(rows: int, cols: int, operands: int, tuning: Tuning) -> Tile:
+def choose_tile(rows: int, cols: int, operands: int, tuning: MatmulTuning) -> Tile:
   """The tile that computes the result soonest: the tuning's own if the result has room for it.
 
   The last tile along an axis may begin inside the one before, so that none sticks out.

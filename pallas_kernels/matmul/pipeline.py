@@ -14,9 +14,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.launch import launch as launch_kernel
-from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, Array, Tile, Tuning, share
+from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, MatmulTuning, Tile, share
+from pallas_kernels.support import Array
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.tiles import Transfer
+from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import when
 
 Scalars = tuple[Array, ...]
@@ -116,14 +118,14 @@ def persist(
   compute: Callable[[Work, Array, Array, Any], Any],
   ring: Ring,
   tile: Tile,
-  tuning: Tuning,
+  tuning: MatmulTuning,
   pending: Callable[[], Any] = lambda: None,
   flush: Callable[[Any], None] = lambda pending: None,
 ) -> None:
   """Runs this block's share of the tiles.
 
   Args:
-    num_tiles: dealt to the clusters in turn; see ``Tuning.waves``.
+    num_tiles: dealt to the clusters in turn; see ``MatmulTuning.waves``.
     describe: the work of a tile's index and of a block's index in the cluster.
     load: loads the steps of a tile: given the steps before it and its owner.
     compute: multiplies a tile, or a strip of it, given the same and what is not stored yet, and
@@ -187,7 +189,7 @@ def warpgroup() -> Array:
   return lax.axis_index(_GROUP_AXIS)
 
 
-def load_common_rows(source: Any, target: Any, loaded: Any, tuning: Tuning) -> None:
+def load_common_rows(source: Any, target: Any, loaded: Any, tuning: MatmulTuning) -> None:
   """Loads what all blocks of a cluster need, each its part for all."""
   axis = _CLUSTER_AXIS if tuning.cluster > 1 else None
   plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=axis)
@@ -209,7 +211,7 @@ def launch(
   out_type: Sequence[Any],
   shared: Sequence[Sequence[Any]],
   tile: Tile,
-  tuning: Tuning,
+  tuning: MatmulTuning,
   kernel_name: str,
   approx_math: bool = False,
   into: Sequence[Array] = (),
@@ -298,4 +300,4 @@ def launch(
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 
 
-_NO_TRANSFER = Transfer((), (), (), (), (), lambda *_: None, lambda _: None, tiles.Tuning(), "")
+_NO_TRANSFER = Transfer((), (), (), (), (), lambda *_: None, lambda _: None, TransferTuning(), "")

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.matmul.layout import DEPTH, UNIT, Array, Tile, Tuning
+from pallas_kernels.matmul.layout import DEPTH, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
@@ -49,7 +50,7 @@ def multiply_rows(
   *,
   transpose_rhs: bool,
   results: Sequence[Callable[..., Any]],
-  tuning: Tuning | None,
+  tuning: MatmulTuning | None,
   kernel_name: str,
   approx_math: bool = False,
   slots: range | None = None,
@@ -217,7 +218,7 @@ def _body(
   transpose_rhs: bool,
   results: Sequence[Callable[..., Any]],
   tile: Tile,
-  tuning: Tuning,
+  tuning: MatmulTuning,
 ) -> None:
   table, operands = inputs[0], treedef.unflatten(inputs[1:])
   (lhs_load, staged, *_), (lhs, staged_store, *rhs) = views

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, Array, Tile, Tuning
+from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
@@ -36,7 +37,7 @@ def grouped_matmul_wgrad(
   num_home: int,
   *,
   filled_S: Array | None = None,
-  tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
 
@@ -70,7 +71,7 @@ def wgrad_beside(
   num_home: int,
   *,
   filled_S: Array | None = None,
-  tuning: Tuning | None = None,
+  tuning: MatmulTuning | None = None,
 ) -> tuple[tuple[Array, Array], Any]:
   """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
   (capacity, depth), (num_slots,), cols = rows_CK.shape, group_size_P.shape, grad_CN.shape[1]
@@ -176,7 +177,7 @@ def _body(
   *,
   num_home: int,
   tile: Tile,
-  tuning: Tuning,
+  tuning: MatmulTuning,
 ) -> None:
   (table, rows, grad, border_rows, border_grad), ((lhs, rhs, staged),) = inputs, views
   height, width = outs[0].shape[1:]

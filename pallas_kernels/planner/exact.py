@@ -7,7 +7,6 @@ the experts of the rank that gives.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,6 +19,7 @@ from pallas_kernels.planner.tables import (
   of_ranks,
   ranks_of,
 )
+from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import barrier, fill, put_at
 from pallas_kernels.warp.warps import (
   INT32_MAX,
@@ -38,8 +38,6 @@ from pallas_kernels.warp.warps import (
   warp_sum,
   where,
 )
-
-Array = jax.Array
 
 _COPIED, _ENDED = 1, 2  # marks of an expert with copies; ended: one of them is forwarded by nobody
 _UNIT = 1 << 16  # two numbers in one int32: shared memory holds fewer experts

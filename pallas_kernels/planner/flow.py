@@ -4,12 +4,12 @@ One warpgroup searches for the same flow bit for bit. Each step leaves its resul
 with a barrier after it.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.planner.members import Item, Members, sum_greater
 from pallas_kernels.planner.paths import place_leftovers
+from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import add_at, any_of_all, barrier, fill, max_at, put_at
 from pallas_kernels.warp.warps import (
   LANES,
@@ -25,8 +25,6 @@ from pallas_kernels.warp.warps import (
   warp_sum,
   where,
 )
-
-Array = jax.Array
 
 
 def least_egress(members: Members) -> None:

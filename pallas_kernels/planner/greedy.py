@@ -6,7 +6,6 @@ The same steps as in ``ultraep_jax/planning/greedy.py``, which explains them, bi
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,6 +20,7 @@ from pallas_kernels.planner.tables import (
   of_ranks,
   ranks_of,
 )
+from pallas_kernels.support import Array
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
@@ -38,8 +38,6 @@ from pallas_kernels.warp.warps import (
   warp_sum,
   where,
 )
-
-Array = jax.Array
 
 # Rules in order: sources from hot to cold or back, which rank takes, what a source gives.
 _EVEN, _WHOLE, _WHOLE_EVEN = range(3)

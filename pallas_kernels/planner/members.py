@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.planner.tables import Problem
+from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import add_at
 from pallas_kernels.warp.warps import (
   LANES,
@@ -25,8 +25,6 @@ from pallas_kernels.warp.warps import (
   unrolled,
   where,
 )
-
-Array = jax.Array
 
 _WARPS = THREADS // LANES
 

@@ -4,11 +4,11 @@ The last step of the search that ``ultraep_jax/planning/relay.py`` describes, bi
 Distances and what leads on are found together, so that a path is then only followed.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.planner.members import Item, Members
+from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import add_at, any_of_all, barrier, min_at, put_at
 from pallas_kernels.warp.warps import (
   INT32_MAX,
@@ -21,8 +21,6 @@ from pallas_kernels.warp.warps import (
   warp_max,
   where,
 )
-
-Array = jax.Array
 
 _FAR = INT32_MAX  # not reached
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,6 +19,7 @@ from pallas_kernels.planner.probes import (
   before,
 )
 from pallas_kernels.planner.tables import PROBES, Problem
+from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.scatter import add_at, barrier, fill, put_at
 from pallas_kernels.warp.warps import (
@@ -36,8 +36,6 @@ from pallas_kernels.warp.warps import (
   warp_min,
   where,
 )
-
-Array = jax.Array
 
 BLOCK = 4 * THREADS  # quotas that a block writes
 

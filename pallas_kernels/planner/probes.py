@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,6 +23,7 @@ from pallas_kernels.planner.tables import (
   Tables,
   of_ranks,
 )
+from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.warps import (
   INT32_MAX,
@@ -39,8 +39,6 @@ from pallas_kernels.warp.warps import (
   warp_sum,
   where,
 )
-
-Array = jax.Array
 
 BLOCK_AXIS, DOMAIN_AXIS = "plan_block", "plan_domain"
 # What a block reports of its best candidate.

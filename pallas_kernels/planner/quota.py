@@ -22,8 +22,7 @@ from pallas_kernels.planner.probes import (
   DOMAIN_AXIS,
 )
 from pallas_kernels.planner.tables import PROBES, Problem, Tables
-
-Array = jax.Array
+from pallas_kernels.support import Array
 
 _NO_COST = (1, 0)  # unread; XLA fills equal or counted numbers by a kernel of their own
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.

@@ -7,9 +7,9 @@ every warp holds them all. Orders come from counting what goes before, ties go b
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import barrier, put_at
 from pallas_kernels.warp.warps import (
   LANES,
@@ -25,7 +25,6 @@ from pallas_kernels.warp.warps import (
   where,
 )
 
-Array = jax.Array
 Parts = list[Array]  # of ranks: rank r is in lane r % 32 of part r // 32
 
 PROBES = THREADS // LANES  # of a block, one a warp

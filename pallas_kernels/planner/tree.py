@@ -4,16 +4,14 @@ They are those that ``ultraep_jax/planning/relay.py`` describes, bit for bit. On
 them from the number of copies that each member of an expert sends (``flow.py``).
 """
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.planner.flow import least_egress
 from pallas_kernels.planner.members import Item, Members, Vectors, over_pairs, sum_greater
 from pallas_kernels.planner.tables import Problem
+from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import barrier, max_at, put_at
 from pallas_kernels.warp.warps import divide, lookup, where
-
-Array = jax.Array
 
 # Two numbers in one int32: shared memory holds fewer slots, and fewer ranks.
 _UNIT = 1 << 16

@@ -5,16 +5,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tuning import check_positive
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.scatter import put_at
 from pallas_kernels.warp.warps import LANES, THREADS, ones, thread_index
-
-Array = jax.Array
 
 CLUSTER_AXIS, PEER_AXIS, GROUP_AXIS = "route_cluster", "route_peer", "route_group"
 

@@ -7,17 +7,15 @@ of its blocks; of earlier blocks of the cluster; of earlier warps of the block; 
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.routing.block import Block
+from pallas_kernels.support import Array
 from pallas_kernels.warp.clusters import put_at_peer
 from pallas_kernels.warp.lanes import equal_in_warp
 from pallas_kernels.warp.scatter import add_at, put_at
 from pallas_kernels.warp.warps import LANES, divide, lookup, ones, where
-
-Array = jax.Array
 
 
 def own_assignments(block: Block) -> list[Array]:

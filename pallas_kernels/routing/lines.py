@@ -8,11 +8,11 @@ looks for the host that has its place.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.routing.block import Block
+from pallas_kernels.support import Array
 from pallas_kernels.warp.lanes import count_bits, earlier_in_warp
 from pallas_kernels.warp.scatter import add_at, put_at
 from pallas_kernels.warp.warps import (
@@ -27,8 +27,6 @@ from pallas_kernels.warp.warps import (
   warp_sum,
   where,
 )
-
-Array = jax.Array
 
 _WALK = 4  # steps along a list at a time
 

@@ -34,12 +34,11 @@ from pallas_kernels.routing.block import (
   Shared,
   Sizes,
 )
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.tuning import SHARED_BYTES
 from pallas_kernels.warp.branches import when
 from pallas_kernels.warp.clusters import arrive_at_cluster, wait_for_block, wait_for_cluster
 from pallas_kernels.warp.warps import lookup, ones, store, thread_index, where
-
-Array = jax.Array
 
 
 @functools.partial(jax.jit, static_argnames="tuning")

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels.launch import launch
+from pallas_kernels.support import Array
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
@@ -35,7 +36,6 @@ from pallas_kernels.warp.warps import (
   where,
 )
 
-Array = jax.Array
 Entry = tuple[Array, Array]  # an element as an ordered integer, and its index in the row
 
 MOST_COLUMNS = 1024  # a lane holds 32 of them in registers

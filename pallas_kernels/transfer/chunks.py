@@ -8,14 +8,12 @@ assignments of a chunk lies in one *line* of a table, which it loads as a whole.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.support import Array
 from pallas_kernels.transfer import peers
-from pallas_kernels.transfer.tuning import ExchangeTuning as Tuning
-
-Array = jax.Array
+from pallas_kernels.transfer.tuning import ExchangeTuning
 
 _LINE = 32  # int32 or float32 values: 128 bytes, what shared memory and bulk copies like
 
@@ -39,7 +37,7 @@ class Deal:
   num_workers: int
 
   @classmethod
-  def of(cls, tokens: int, top_k: int, tuning: Tuning) -> "Deal":
+  def of(cls, tokens: int, top_k: int, tuning: ExchangeTuning) -> "Deal":
     num_workers = tuning.num_workers
     chunk = max(-(-tokens // (num_workers * tuning.steps)), 1)
     return cls(tokens, top_k, chunk, -(-tokens // (num_workers * chunk)), num_workers)

@@ -12,13 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
 from pallas_kernels.launch import launch
+from pallas_kernels.support import Array
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.chunks import Deal, Tuning
-from pallas_kernels.transfer.tuning import COMBINING
+from pallas_kernels.transfer.chunks import Deal
+from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning
 from pallas_kernels.warp.branches import cond, when
-
-Array = jax.Array
 
 _LANES = 128  # threads that add a row together
 _LOADED = 8  # bytes that a thread loads at a time
@@ -33,7 +32,7 @@ def combine(
   received_GTK: Array,
   *,
   axis_name: str,
-  tuning: Tuning | None = None,
+  tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Sums every token's rows, weighted by their gates.
 
@@ -106,7 +105,7 @@ def combine(
   return y_TD
 
 
-def _buffer_length(rows_CD: Array, tuning: Tuning) -> int:
+def _buffer_length(rows_CD: Array, tuning: ExchangeTuning) -> int:
   """Values that fit into a worker's buffer, a multiple of the threads that fill it."""
   length = tuning.tile_bytes // rows_CD.dtype.itemsize // _LANES * _LANES
   if not length:

@@ -13,14 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
 from pallas_kernels.launch import launch
+from pallas_kernels.support import Array
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.chunks import Deal, Tuning
+from pallas_kernels.transfer.chunks import Deal
 from pallas_kernels.transfer.scales import SCALED, num_scales
 from pallas_kernels.transfer.tiles import Tiles
+from pallas_kernels.transfer.tuning import ExchangeTuning
 from pallas_kernels.warp.branches import one_if, when
-
-Array = jax.Array
 
 _SCALES, _VALUES = 0, 1  # the arrays of scaled rows: a token's scales are loaded first
 _UNROLLED = 4  # blocks of values that are multiplied together, so that their loads overlap
@@ -35,7 +35,7 @@ def dispatch(
   *,
   capacity: int,
   axis_name: str,
-  tuning: Tuning | None = None,
+  tuning: ExchangeTuning | None = None,
 ) -> list[Array]:
   """Carries every token to the rows of its assignments, bit for bit.
 
@@ -87,7 +87,7 @@ def dispatch_scaled(
   dtype: Any,
   capacity: int,
   axis_name: str,
-  tuning: Tuning | None = None,
+  tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Carries tokens in FP8 and multiplies them by their scales on arrival.
 
@@ -131,10 +131,10 @@ def _launch(
   received_GTK: Array,
   capacity: int,
   axis_name: str,
-  tuning: Tuning | None,
+  tuning: ExchangeTuning | None,
 ) -> list[Array]:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
-  tuning = (tuning or Tuning()).placed()
+  tuning = (tuning or ExchangeTuning()).placed()
   outs = [(array.shape[1:], array.dtype) for array in arrays]
   if product is not None:
     outs.append((arrays[_VALUES].shape[1:], product))
@@ -189,7 +189,7 @@ def _launch(
   ]
 
 
-def _product_buffer(tiles: Sequence[Tiles], dtype: jnp.dtype, tuning: Tuning) -> Any:
+def _product_buffer(tiles: Sequence[Tiles], dtype: jnp.dtype, tuning: ExchangeTuning) -> Any:
   most_blocks = max(-(-each.length // SCALED) for each in tiles if each.array == _VALUES)
   return plgpu.SMEM((tuning.workers, most_blocks * SCALED), dtype)
 
@@ -203,7 +203,7 @@ def _kernel(
   deal: Deal,
   capacity: int,
   axis_name: str,
-  tuning: Tuning,
+  tuning: ExchangeTuning,
 ) -> None:
   num_arrays = tiles[-1].array + 1
   token_refs, rows_refs, products, scratch = tiling.split(refs, [num_arrays, num_arrays, scaled])

@@ -6,13 +6,12 @@ device, Mosaic GPU has no table of other devices' memory and asks NVSHMEM, which
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Array = jax.Array
+from pallas_kernels.support import Array
 
 
 def rank(axis_name: str) -> Array:

@@ -10,13 +10,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.support import Array
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
+from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.trees import Trees
+from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import one_if, when
-
-Array = jax.Array
 
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
@@ -30,7 +30,7 @@ def reduce_replicas(
   parent_GS: Array,
   *,
   axis_name: str,
-  tuning: Tuning | None = None,
+  tuning: TransferTuning | None = None,
 ) -> list[Array]:
   """Adds every replica slot's gradient to its expert's home gradient; adjoint of ``replicate``.
 
@@ -77,7 +77,12 @@ def reduce_replicas(
     ValueError: shapes that do not fit, or a tuning that does not fit them or the device.
   """
   transfer = reduction(
-    replicas, homes, replica_expert_GS, parent_GS, axis_name=axis_name, tuning=tuning or Tuning()
+    replicas,
+    homes,
+    replica_expert_GS,
+    parent_GS,
+    axis_name=axis_name,
+    tuning=tuning or TransferTuning(),
   )
   return list(homes) if transfer is None else transfer.launch()
 
@@ -89,7 +94,7 @@ def reduction(
   parent_GS: Array,
   *,
   axis_name: str,
-  tuning: Tuning,
+  tuning: TransferTuning,
 ) -> Transfer | None:
   """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
 
@@ -203,7 +208,7 @@ def _kernel(
   num_home: int,
   num_slots: int,
   axis_name: str,
-  tuning: Tuning,
+  tuning: TransferTuning,
 ) -> None:
   num_arrays = tiles[-1].array + 1
   work_ref, *refs = operand_refs

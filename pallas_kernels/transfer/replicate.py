@@ -11,13 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.support import Array
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.tiles import Tiles, Transfer, Tuning
+from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.trees import Trees
+from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import when
-
-Array = jax.Array
 
 
 def replicate(
@@ -26,7 +26,7 @@ def replicate(
   parent_GS: Array,
   *,
   axis_name: str,
-  tuning: Tuning | None = None,
+  tuning: TransferTuning | None = None,
   home_rows_G: Array | None = None,
 ) -> list[Array]:
   """Fills every rank's replica slots with copies of their experts' arrays, bit for bit.
@@ -71,7 +71,7 @@ def replicate(
     replica_expert_GS,
     parent_GS,
     axis_name=axis_name,
-    tuning=tuning or Tuning(),
+    tuning=tuning or TransferTuning(),
     home_rows_G=home_rows_G,
   )
   if transfer is None:
@@ -86,7 +86,7 @@ def replication(
   parent_GS: Array,
   *,
   axis_name: str,
-  tuning: Tuning,
+  tuning: TransferTuning,
   home_rows_G: Array | None = None,
 ) -> Transfer | None:
   """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
@@ -221,7 +221,7 @@ def _kernel(
   num_home: int,
   num_slots: int,
   axis_name: str,
-  tuning: Tuning,
+  tuning: TransferTuning,
 ) -> None:
   work_ref, *home_refs = operand_refs
   all_loaded, all_landed = scratch_refs

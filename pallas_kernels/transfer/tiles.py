@@ -14,17 +14,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.launch import launch
-from pallas_kernels.transfer.tuning import SHARED_ALIGNMENT
-from pallas_kernels.transfer.tuning import TransferTuning as Tuning
-
-Array = jax.Array
+from pallas_kernels.support import Array
+from pallas_kernels.transfer.tuning import SHARED_ALIGNMENT, TransferTuning
 
 ALIGNMENT = 16  # bytes: the unit of bulk copies
 BLOCK_AXIS, WORKER_AXIS = "block", "warpgroup"  # of every kernel that a transfer can ride in
@@ -70,12 +67,12 @@ def count(tiles: Sequence[Tiles], worker: Array, num_workers: int) -> Array:
   return lax.div(num_tiles + num_workers - 1 - worker, num_workers)
 
 
-def worker_index(tuning: Tuning) -> Array:
+def worker_index(tuning: TransferTuning) -> Array:
   """This worker's index among all of its rank (inside a kernel)."""
   return lax.axis_index(BLOCK_AXIS) * tuning.workers + lax.axis_index(WORKER_AXIS)
 
 
-def cut(name: str, arrays: Sequence[Array], tuning: Tuning) -> list[Tiles]:
+def cut(name: str, arrays: Sequence[Array], tuning: TransferTuning) -> list[Tiles]:
   """Cuts the rows (all but the leading axis) of arrays into tiles without overlap.
 
   Raises:
@@ -117,7 +114,7 @@ _MOVABLE = tuple(
 )
 
 
-def buffers(tiles: Sequence[Tiles], tuning: Tuning) -> list[Any]:
+def buffers(tiles: Sequence[Tiles], tuning: TransferTuning) -> list[Any]:
   """Scratch types for a tile buffer per worker and dtype; see ``buffer``."""
   return [
     plgpu.SMEM((tuning.workers, _padded(length, dtype)), dtype)
@@ -174,7 +171,7 @@ class Transfer:
   buffers: Sequence[Any]
   body: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], None]
   finish: Callable[[Sequence[Array]], Any]
-  tuning: Tuning
+  tuning: TransferTuning
   name: str
 
   def launch(self) -> Any:

@@ -6,13 +6,11 @@ A copy of an expert is a filled slot. Slots of all ranks are numbered ``rank * S
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import support
-
-Array = jax.Array
+from pallas_kernels.support import Array
 
 TURNS = 16  # in which copies are sent; keys of what is to do have place for so many
 

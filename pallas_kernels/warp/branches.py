@@ -8,11 +8,10 @@ gradient has 900 of them, most of its time to compile. Selecting an integer asks
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-Array = jax.Array
+from pallas_kernels.support import Array
 
 
 def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:

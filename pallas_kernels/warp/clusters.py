@@ -7,15 +7,13 @@ have one element a thread; each operation has an ``effect`` that tests know.
 
 from typing import Any
 
-import jax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, llvm, nvvm
 
+from pallas_kernels.support import Array
 from pallas_kernels.warp.warps import LAYOUT, chosen, element
-
-Array = jax.Array
 
 
 def put_at_peer(table_ref: Any, peer: Array | int, index: Array, value: Array, mask: Array) -> None:

@@ -12,9 +12,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, math, nvvm
 
+from pallas_kernels.support import Array
 from pallas_kernels.warp.warps import ALL_LANES, LANES, LAYOUT, THREADS, element, mapped
-
-Array = jax.Array
 
 
 def equal_in_warp(x: Array) -> tuple[Array, Array]:

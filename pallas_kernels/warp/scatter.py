@@ -8,7 +8,6 @@ of several warpgroups, after ``clusters.wait_for_block``.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -16,9 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.support import Array
 from pallas_kernels.warp.warps import LAYOUT, THREADS, chunks, element, ones
-
-Array = jax.Array
 
 
 def put_at(table_ref: Any, index: Array, value: Array | int, mask: Array | None = None) -> None:

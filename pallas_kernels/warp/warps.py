@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,9 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, scf
 
+from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import one_if
-
-Array = jax.Array
 
 INT32_MAX = 2**31 - 1
 LANES, THREADS = 32, 128

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from mosaic_interpret import interpreted
 
-from pallas_kernels.matmul.layout import Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.tunings import Entry, Tunings
 from ultraep_jax.bench import contest
 from ultraep_jax.bench.contest import NO_TIME, Contest, Outcome, Pace, choose
@@ -132,8 +132,8 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   )
   assert measured["gain"] == 0.25 and measured["us"] == 8e5
   tunings = Device.load(path).tunings
-  assert tunings.find("gated", 128, 128) == Tuning("deferred")
-  assert tunings.find("wgrad", 128, 128) == Tuning(auto_barriers=False)
+  assert tunings.find("gated", 128, 128) == MatmulTuning("deferred")
+  assert tunings.find("wgrad", 128, 128) == MatmulTuning(auto_barriers=False)
   lines = capsys.readouterr().out.splitlines()
   assert [line.endswith("+25.0% *") for line in lines if " deferred  " in line] == [True, True]
   assert any(" 0.438 of dense" in line for line in lines)  # of 256 rows, 224 are used
@@ -142,7 +142,7 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(contest, "hold", planted({"deferred": None, "bare": 2.0}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   tunings = Device.load(path).tunings
-  assert tunings.find("gated", 128, 128) == Tuning("deferred")
+  assert tunings.find("gated", 128, 128) == MatmulTuning("deferred")
   assert tunings.find("wgrad", 128, 128) is None
   assert len(Device.load(path).tunings.entries) == 4
 
@@ -184,7 +184,7 @@ def test_matmuls_are_timed_as_the_table_says(monkeypatch, capsys):
     seen[problem.name] = kernels["kernel"].keywords["tuning"]
     return Contest(problem.title, lambda: ((), ()), kernels, "kernel")
 
-  table = Tunings((Entry(operation="forward", widths=(), tuning=Tuning("deferred")),))
+  table = Tunings((Entry(operation="forward", widths=(), tuning=MatmulTuning("deferred")),))
   device = dataclasses.replace(Device.load("h200"), tunings=table)
   monkeypatch.setattr(known, "find", lambda kind: device)
   monkeypatch.setattr(contest, "hold", hold)
@@ -192,7 +192,7 @@ def test_matmuls_are_timed_as_the_table_says(monkeypatch, capsys):
   names = ["forward up", "sum beside"]
   problems = [matmul_problems.Problem.of(name, "qwen3-235b", 256, scale=32) for name in names]
   grouped_matmul.time_problems(problems, False, Pace())
-  assert seen == {"forward up": Tuning("deferred"), "sum beside": Tuning(waves=7)}
+  assert seen == {"forward up": MatmulTuning("deferred"), "sum beside": MatmulTuning(waves=7)}
   assert capsys.readouterr().out.count(" 1000 µs ") == 2
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import pipeline
-from pallas_kernels.matmul.layout import Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 
-TOGETHER = Tuning(blocks=2)
-LARGE_TILES = Tuning(rows=256, cols=192, stages=3, blocks=2)
-DEFERRED = Tuning("deferred", blocks=2)
-IN_TURNS = Tuning("in_turns", stages=6, blocks=2)
-IN_PAIRS = Tuning("in_turns", stages=6, blocks=4, cluster=2)
+TOGETHER = MatmulTuning(blocks=2)
+LARGE_TILES = MatmulTuning(rows=256, cols=192, stages=3, blocks=2)
+DEFERRED = MatmulTuning("deferred", blocks=2)
+IN_TURNS = MatmulTuning("in_turns", stages=6, blocks=2)
+IN_PAIRS = MatmulTuning("in_turns", stages=6, blocks=4, cluster=2)
 
 CAPACITY = 640
 

@@ -15,7 +15,7 @@ from pallas_kernels.matmul.grouped import grouped_matmul_sum, sum_beside
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
 from pallas_kernels.transfer.reduce_replicas import reduction
 from pallas_kernels.transfer.replicate import replication
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels.transfer.tuning import TransferTuning
 
 RANKS, HOME, SLOTS = 2, 1, 1
 REPLICA = jnp.array([[-1], [0]], jnp.int32)
@@ -70,7 +70,7 @@ def test_copies_arrive_beside_the_weight_gradient(few_blocks):
   rows, grad = exact(rng, RANKS * 256, 128), exact(rng, RANKS * 256, 128)
   weights = exact(rng, RANKS * HOME, 96)
   sizes = jnp.array([100, 60, 0, 200], jnp.int32)
-  tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
+  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=128)
   with interpreted(races=True):
     got = on_ranks(wgrad_and_copies, tuning, (REPLICA, PARENT))(rows, grad, sizes, weights)
     (home, replica), (copies,) = jax.block_until_ready(got)
@@ -90,7 +90,7 @@ def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
   rows = exact(rng, RANKS * 256, 64)
   gate, up = exact(rng, RANKS * HOME, 64, 128), exact(rng, RANKS * HOME, 64, 128)
   sizes = jnp.array([256, 0, 64, 128], jnp.int32)  # no row is stored twice
-  tuning = Tuning(blocks=1, workers=3, tile_bytes=1024)
+  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
   with interpreted(races=True):
     run = on_ranks(gated_by_copies, tuning, (REPLICA, PARENT))
     (inner, _, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
@@ -119,7 +119,7 @@ def test_gradients_go_home_beside_the_last_matmul(few_blocks):
   replicas = [exact(rng, RANKS * SLOTS, 128, 64) for _ in range(2)]
   grads = [jnp.asarray(rng.integers(-9, 9, size=(RANKS, 96)), jnp.float32) for _ in range(2)]
   sizes = jnp.array([128, 64, 0, 192], jnp.int32)  # no row is stored twice
-  tuning = Tuning(blocks=1, workers=3, tile_bytes=128)
+  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=128)
   with interpreted(races=True):
     run = on_ranks(sum_and_reduction, tuning, (REPLICA, PARENT))
     out, (sums,) = jax.block_until_ready(run(rows, grads, homes, replicas, sizes))
@@ -157,7 +157,7 @@ def test_lowers_for_gpus(slots, check_vma):
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
   sizes, up = shape(home + slots, dtype=jnp.int32), shape(home, width, inner)
-  copying, reducing = Tuning(12, 3, 16384), Tuning(16, 3, 32768)
+  copying, reducing = TransferTuning(12, 3, 16384), TransferTuning(16, 3, 32768)
   rows = shape(capacity, width)
   wgrad = lower(wgrad_and_copies, copying, shape(capacity, inner), rows, sizes, up)
   total = lower(
@@ -179,7 +179,7 @@ def test_lowers_for_gpus(slots, check_vma):
 def test_workers_must_be_the_warpgroups_of_the_matmul():
   plan = (REPLICA, PARENT)
   with pytest.raises(ValueError, match="beside: expected 3 workers"):
-    on_ranks(wgrad_and_copies, Tuning(1, 2, 128), plan)(
+    on_ranks(wgrad_and_copies, TransferTuning(1, 2, 128), plan)(
       jnp.zeros((512, 128), jnp.bfloat16),
       jnp.zeros((512, 128), jnp.bfloat16),
       jnp.zeros(4, jnp.int32),

@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 
-from pallas_kernels.transfer.chunks import Tuning
 from pallas_kernels.transfer.combine import combine
 from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+from pallas_kernels.transfer.tuning import ExchangeTuning
 from ultraep_jax.bench.covering import covering_array
 
-TUNING = Tuning(blocks=1, workers=2, tile_bytes=512)
+TUNING = ExchangeTuning(blocks=1, workers=2, tile_bytes=512)
 ONE_AXIS = ((4, "expert"),)
 TWO_AXES = ((2, "data"), (2, "expert"))
 
@@ -307,7 +307,9 @@ def test_combine_says_what_is_wrong(kind, message, changed):
 
 
 def test_combine_needs_tiles_of_a_value_a_thread():
-  small = functools.partial(combine_here, tuning=Tuning(blocks=1, workers=1, tile_bytes=128))
+  small = functools.partial(
+    combine_here, tuning=ExchangeTuning(blocks=1, workers=1, tile_bytes=128)
+  )
   arguments = (
     zeros(8, 128, dtype=jnp.bfloat16),
     zeros(4, 3, 2, dtype=jnp.float32),

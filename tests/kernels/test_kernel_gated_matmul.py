@@ -25,7 +25,7 @@ from grouped_rows import (
 )
 
 from pallas_kernels.matmul.gated import gated_beside, gated_matmul
-from pallas_kernels.matmul.layout import Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 
 CAPTURED = np.ones((64, 64), np.float32)
 
@@ -39,7 +39,7 @@ def lowered(activation, keep_hidden=False, c=4096, k=4096, n=2880, m=16, s=2, tu
 @pytest.mark.parametrize("keep_hidden", [False, True])
 @pytest.mark.parametrize("schedule", ["together", "deferred", "in_turns"])
 def test_gated_lowers_to_one_kernel(keep_hidden, schedule):
-  tuning = Tuning(schedule, stages=6 if schedule == "in_turns" else 4)
+  tuning = MatmulTuning(schedule, stages=6 if schedule == "in_turns" else 4)
   text = lowered(jax.nn.silu, keep_hidden, tuning=tuning)
   assert text.count("custom_call @mosaic_gpu") == 1
   assert "stablehlo.multiply" not in "".join(x for x in text.splitlines() if "bf16" in x)

@@ -25,7 +25,7 @@ from grouped_rows import (
 )
 
 from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum
-from pallas_kernels.matmul.layout import Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 
 # Widths of several models, of one tile, of less; one home slot, no replica, odd sizes, one row.
 SHAPES = [
@@ -36,11 +36,11 @@ SHAPES = [
   (1, 64, 64, 3, 1),
 ]
 TUNINGS = {
-  "together": Tuning(),
-  "deferred": Tuning("deferred", auto_barriers=False),
-  "large tiles": Tuning(rows=256, cols=192, stages=3),
-  "in_turns": Tuning("in_turns", stages=6, waves=2),
-  "in_pairs": Tuning("in_turns", stages=6, cluster=2),
+  "together": MatmulTuning(),
+  "deferred": MatmulTuning("deferred", auto_barriers=False),
+  "large tiles": MatmulTuning(rows=256, cols=192, stages=3),
+  "in_turns": MatmulTuning("in_turns", stages=6, waves=2),
+  "in_pairs": MatmulTuning("in_turns", stages=6, cluster=2),
 }
 
 

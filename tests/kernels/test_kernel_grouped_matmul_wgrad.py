@@ -23,11 +23,11 @@ from grouped_rows import (
 from hypothesis import example, given
 
 from pallas_kernels.matmul import wgrad as module
-from pallas_kernels.matmul.layout import Tuning
+from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
 
 STEPS_CAPACITY, SLOTS = 1024, 6
-IN_PAIRS = Tuning(blocks=4, cluster=2)
+IN_PAIRS = MatmulTuning(blocks=4, cluster=2)
 
 # Widths of several models, of one tile, of less; one home slot, no replica, odd sizes, one row.
 SHAPES = [
@@ -37,9 +37,9 @@ SHAPES = [
   (1, 64, 64, 3, 1),
 ]
 TUNINGS = {
-  "together": Tuning(),
-  "few stages": Tuning(stages=3, buffers=3, waves=2, auto_barriers=False),
-  "in pairs": Tuning(cluster=2),
+  "together": MatmulTuning(),
+  "few stages": MatmulTuning(stages=3, buffers=3, waves=2, auto_barriers=False),
+  "in pairs": MatmulTuning(cluster=2),
 }
 
 
@@ -172,4 +172,6 @@ def test_wgrad_refuses_what_it_does_not_do():
     filled = zeros(3, dtype=bool)
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, filled_S=filled)
   with pytest.raises(ValueError, match="tuning: expected 'together', got 'deferred'"):
-    grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, tuning=Tuning("deferred"))
+    grouped_matmul_wgrad(
+      zeros(256, 128), zeros(256, 128), sizes, 2, tuning=MatmulTuning("deferred")
+    )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.layout import Tile, Tuning
+from pallas_kernels.matmul.layout import MatmulTuning, Tile
 
 
 @pytest.mark.parametrize("band", [1, 8, 16])
@@ -55,17 +55,17 @@ def test_every_tile_has_one_owner_and_late_owners_have_few(num_tiles, clusters, 
   ],
 )
 def test_tiles_leave_little_over_and_fit_registers(rows, cols, operands, schedule, tile):
-  got = layout.choose_tile(rows, cols, operands, Tuning(schedule))
+  got = layout.choose_tile(rows, cols, operands, MatmulTuning(schedule))
   assert got == tile
   assert got.strip <= rows and got.cols <= cols
   assert got.strip * got.cols * operands <= 128 * 128
 
 
 def test_the_tile_of_a_tuning_is_taken_where_it_fits():
-  tuning = Tuning(rows=256, cols=192, stages=3)
+  tuning = MatmulTuning(rows=256, cols=192, stages=3)
   assert layout.choose_tile(256, 2880, 1, tuning) == Tile(128, 192, 2)
-  assert layout.choose_tile(64, 2880, 1, tuning) == layout.choose_tile(64, 2880, 1, Tuning())
-  assert layout.choose_tile(256, 128, 1, tuning) == layout.choose_tile(256, 128, 1, Tuning())
+  assert layout.choose_tile(64, 2880, 1, tuning) == layout.choose_tile(64, 2880, 1, MatmulTuning())
+  assert layout.choose_tile(256, 128, 1, tuning) == layout.choose_tile(256, 128, 1, MatmulTuning())
   assert layout.choose_tile(256, 2880, 2, tuning) == Tile(64, 128, 2)  # 96 is no multiple of 64
 
 
@@ -76,5 +76,5 @@ def test_all_multiples_of_64_have_a_tile(rows, cols, operands):
   """Two weights only for rows in groups of any size."""
   schedules = ("together", "in_turns") if rows == 256 else ("together",)
   for schedule in schedules if operands == 1 or rows >= 256 else ():
-    tile = layout.choose_tile(rows, cols, operands, Tuning(schedule))
+    tile = layout.choose_tile(rows, cols, operands, MatmulTuning(schedule))
     assert tile.strip <= rows and tile.cols <= cols

@@ -15,7 +15,7 @@ from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
 from pallas_kernels.transfer.reduce_replicas import _Fields, _num_nodes, _work_list, reduce_replicas
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels.transfer.tuning import TransferTuning
 
 RANKS, HOME, SLOTS = 4, 2, 2
 
@@ -67,7 +67,7 @@ def test_sums_exactly(name):
   """More tiles a worker than the inbox holds, parts of tiles, rows smaller than a tile."""
   replicas, homes = gradients(name, (3, 72), (8,))
   with interpreted():
-    run = sharded(mesh(), Tuning(blocks=2, workers=1, tile_bytes=128))
+    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=128))
     sums = run(replicas, homes, *plan(name))
   assert_summed(sums, replicas, homes, name)
 
@@ -76,7 +76,7 @@ def test_sums_tiles_of_several_units():
   """A tile longer than what is added at a time, and no multiple of it."""
   replicas, homes = gradients("chain", (2100,))
   with interpreted():
-    run = sharded(mesh(), Tuning(blocks=2, workers=1, tile_bytes=6144), check_vma=False)
+    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=6144), check_vma=False)
     sums = run(replicas, homes, *plan("chain"))
   assert_summed(sums, replicas, homes, "chain")
 
@@ -88,7 +88,7 @@ def test_sums_in_the_order_of_the_ranks():
   homes = [jnp.asarray(10.0 ** rng.uniform(-3, 3, (RANKS * HOME, 64)), jnp.float32)]
   replica_GS, parent_GS = PLANS["opposite"]
   with interpreted():
-    run = sharded(mesh(), Tuning(blocks=1, workers=2, tile_bytes=128))
+    run = sharded(mesh(), TransferTuning(blocks=1, workers=2, tile_bytes=128))
     (sums,) = run(replicas, homes, *plan("opposite"))
 
   def total(rank, expert, value):
@@ -109,7 +109,7 @@ def test_sums_along_one_axis_of_two():
   both = [jnp.stack([a, -a]).reshape(-1, 64) for a in (*replicas, *homes)]
   spec = P(("data", "expert"))
   function = functools.partial(
-    reduce_replicas, axis_name="expert", tuning=Tuning(blocks=1, workers=1, tile_bytes=128)
+    reduce_replicas, axis_name="expert", tuning=TransferTuning(blocks=1, workers=1, tile_bytes=128)
   )
   with interpreted():
     run = jax.shard_map(
@@ -346,6 +346,6 @@ def test_rejects_plans_and_tunings():
   replicas, homes = gradients("star", (32768,))
   shared = "reduce_replicas: expected at most 232448 bytes of shared memory, got 263"
   with pytest.raises(NotImplementedError, match=shared):
-    sharded(mesh(), Tuning(blocks=1, workers=1, tile_bytes=131072))(
+    sharded(mesh(), TransferTuning(blocks=1, workers=1, tile_bytes=131072))(
       replicas, homes, replica_GS, parent_GS
     )

@@ -16,7 +16,7 @@ from placements import CROSSING, PLANS, placements
 from pallas_kernels import support
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.replicate import _Fields, _turns, _work_list, replicate
-from pallas_kernels.transfer.tiles import Tuning
+from pallas_kernels.transfer.tuning import TransferTuning
 
 RANKS, HOME = 4, 2
 
@@ -66,7 +66,9 @@ def test_copies_bit_for_bit(name):
   """Rows that end in a part of a tile, rows smaller than a tile, and two dtypes."""
   arrays = experts(((3, 56), jnp.float32), ((8,), jnp.bfloat16))
   with interpreted():
-    copies = sharded(mesh(), Tuning(blocks=2, workers=2, tile_bytes=256))(arrays, *plan(name))
+    copies = sharded(mesh(), TransferTuning(blocks=2, workers=2, tile_bytes=256))(
+      arrays, *plan(name)
+    )
   assert_copied(copies, arrays, PLANS[name][0])
 
 
@@ -75,7 +77,7 @@ def test_copies_in_turns(name):
   """Experts have several turns, against the order of slots."""
   arrays = experts(((3, 56), jnp.float32), ((8,), jnp.bfloat16))
   home_rows_G = jnp.array([90, 0, 30, 60], jnp.int32)
-  tuning = Tuning(blocks=2, workers=2, tile_bytes=256)
+  tuning = TransferTuning(blocks=2, workers=2, tile_bytes=256)
   with interpreted():
     run = sharded(mesh(), tuning, home_rows_G=home_rows_G)
     copies = jax.block_until_ready(run(arrays, *plan(name)))
@@ -86,7 +88,9 @@ def test_copies_in_turns(name):
 def test_copies_any_dtype(dtype):
   arrays = experts(((2, 64), dtype))
   with interpreted():
-    copies = sharded(mesh(), Tuning(blocks=1, workers=2, tile_bytes=128))(arrays, *plan("chain"))
+    copies = sharded(mesh(), TransferTuning(blocks=1, workers=2, tile_bytes=128))(
+      arrays, *plan("chain")
+    )
   assert_copied(copies, arrays, PLANS["chain"][0])
 
 
@@ -95,7 +99,7 @@ def test_copies_along_one_axis_of_two():
   arrays = experts(((64,), jnp.float32))
   with interpreted():
     devices = mesh((2, "data"), (RANKS, "expert"))
-    copies = sharded(devices, Tuning(blocks=1, workers=1, tile_bytes=128), check_vma=False)(
+    copies = sharded(devices, TransferTuning(blocks=1, workers=1, tile_bytes=128), check_vma=False)(
       arrays, *plan("chain")
     )
     assert_copied(copies, arrays, PLANS["chain"][0])
@@ -246,7 +250,7 @@ def test_experts_of_ranks_with_few_rows_go_first():
 )
 def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
   arrays = [np.zeros((1, 16 * units), jnp.dtype(dtype)) for units, dtype in rows]
-  cuts = tiles.cut("arrays", arrays, Tuning(blocks=1, workers=1, tile_bytes=1024))
+  cuts = tiles.cut("arrays", arrays, TransferTuning(blocks=1, workers=1, tile_bytes=1024))
   dealt = np.zeros(num_workers, int)
   covered = [np.zeros(array.size, int) for array in arrays]
   for tile in cuts:
@@ -263,9 +267,9 @@ def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
 
 def test_tiles_have_room_for_every_dtype():
   arrays = [np.zeros((1, 32), dtype) for dtype in (np.float32, np.int8, np.int16)]
-  assert len(tiles.cut("arrays", arrays, Tuning(tile_bytes=384))) == 3
+  assert len(tiles.cut("arrays", arrays, TransferTuning(tile_bytes=384))) == 3
   with pytest.raises(ValueError, match="tile_bytes: expected at least 384 for 3 dtypes, got 256"):
-    tiles.cut("arrays", arrays, Tuning(tile_bytes=256))
+    tiles.cut("arrays", arrays, TransferTuning(tile_bytes=256))
 
 
 def visited(tile, worker, num_workers):
@@ -334,7 +338,7 @@ def test_rejects_automatic_axes():
 )
 def test_rejects_tunings(arguments, message):
   with pytest.raises(ValueError, match=message):
-    Tuning(**{"tile_bytes": 32768, **arguments})
+    TransferTuning(**{"tile_bytes": 32768, **arguments})
 
 
 class Device:

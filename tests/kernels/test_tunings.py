@@ -14,9 +14,8 @@ from layer_problems import make_mesh
 
 import ultraep_jax as uep
 from pallas_kernels import tunings
-from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.layout import Tuning
-from pallas_kernels.transfer import tiles
+from pallas_kernels.matmul.layout import MatmulTuning
+from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.tunings import OPERATIONS, UNTUNED, Entry, Tunings
 from ultraep_jax import implementation
 from ultraep_jax.bench.kernels.matmul_problems import PROBLEMS, Problem
@@ -31,7 +30,7 @@ H200 = Device.load("h200")
 
 
 def entry(operation, widths, band):
-  return Entry(operation=operation, widths=widths, tuning=Tuning(band=band))
+  return Entry(operation=operation, widths=widths, tuning=MatmulTuning(band=band))
 
 
 wide = st.integers(1, 40).map(lambda n: 128 * n)
@@ -135,7 +134,7 @@ def test_a_bad_table_says_what_is_wrong():
     with pytest.raises(ValueError, match=message):
       tunings.parse(table)
   with pytest.raises(TypeError, match="tuning: expected ExchangeTuning for"):
-    Entry(operation="dispatch", widths=(), tuning=tiles.Tuning())
+    Entry(operation="dispatch", widths=(), tuning=TransferTuning())
 
 
 # --- what is committed -----------------------------------------------------------------------
@@ -154,7 +153,7 @@ def committed():
 def contest_of(each):
   """Of its tuning, at its widths."""
   tunings = {"tuned": each.tuning}
-  if OPERATIONS[each.operation].tuning is layout.Tuning:
+  if OPERATIONS[each.operation].tuning is MatmulTuning:
     return matmuls.contest(problem_of(each), tunings)
   mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
   itemsize = 4 if each.operation in ("reduce", "reducing") else 2

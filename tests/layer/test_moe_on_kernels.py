@@ -17,7 +17,8 @@ from wire_rounding import on_rounded_tokens
 
 import pallas_kernels
 import ultraep_jax as uep
-from pallas_kernels.transfer import chunks, combine, tiles
+from pallas_kernels.transfer import combine
+from pallas_kernels.transfer.tuning import ExchangeTuning, TransferTuning
 from ultraep_jax import implementation
 
 CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", implementation="mosaic_gpu")
@@ -37,10 +38,10 @@ def small_kernels(monkeypatch):
   One warpgroup a device: more of them, each waiting in a thread of the CPU's pool, can starve it.
   """
   monkeypatch.setattr(implementation, "resolve", lambda _: ("mosaic_gpu", "portable"))
-  for tuning in (tiles.Tuning, chunks.Tuning):
+  for tuning in (TransferTuning, ExchangeTuning):
     defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
     monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
-  monkeypatch.setattr(combine, "COMBINING", chunks.Tuning())
+  monkeypatch.setattr(combine, "COMBINING", ExchangeTuning())
   # Planner and routing have tests of their own, and are the slowest to interpret.
   for kernel in ("plan_quota", "route_rows"):
     monkeypatch.setattr(pallas_kernels, kernel, cannot("interpreted elsewhere"))

@@ -39,7 +39,9 @@ pallas_kernels/__init__
 pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing
 pallas_kernels/planner pallas_kernels/transfer
-pallas_kernels/support pallas_kernels/varying pallas_kernels/warp
+pallas_kernels/launch
+pallas_kernels/varying pallas_kernels/warp
+pallas_kernels/support
 """
 PLACES = {place: layer for layer, line in enumerate(LAYERS.split("\n")) for place in line.split()}
 
