@@ -14,8 +14,8 @@ import pallas_kernels
 from pallas_kernels import support
 from pallas_kernels.launch import launch, shared_bytes
 from pallas_kernels.matmul import layout
-from pallas_kernels.transfer import chunks, combine, tiles
 from pallas_kernels.transfer.dispatch import dispatch_scaled
+from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
 
 LIMIT = 227 * 1024
 
@@ -65,7 +65,7 @@ def test_a_kernel_that_does_not_fit_is_refused(words, fits):
 
 def test_tokens_in_fp8_with_large_tiles_are_refused():
   """The tiles alone would fit; their products, of twice as many bytes and more, do not."""
-  tuning = chunks.Tuning(workers=8, tile_bytes=28 * 1024)
+  tuning = ExchangeTuning(workers=8, tile_bytes=28 * 1024)
   width = 16 * 1024
 
   def run(value, scale, *where):
@@ -105,13 +105,13 @@ def test_facts_are_those_of_the_device(monkeypatch):
 @pytest.mark.parametrize("sms", [78, 114, 132])
 def test_blocks_are_one_for_each_sm(sms, monkeypatch):
   monkeypatch.setattr(support, "num_sms", lambda: sms)
-  for tuning in (tiles.Tuning(), chunks.Tuning(), combine.TUNING):
+  for tuning in (TransferTuning(), ExchangeTuning(), COMBINING):
     assert tuning.placed().num_blocks == sms
-  assert tiles.Tuning(blocks=12, workers=3).placed().num_workers == 36
+  assert TransferTuning(blocks=12, workers=3).placed().num_workers == 36
   assert layout.Tuning().placed().clusters == sms
   assert layout.Tuning(cluster=4).placed().clusters == sms // 4
   beside = layout.make_room(True).placed()
   assert beside.waves > 1 and beside.clusters == sms
-  for tuning in (tiles.Tuning(blocks=sms + 1), layout.Tuning(blocks=sms + 1)):
+  for tuning in (TransferTuning(blocks=sms + 1), layout.Tuning(blocks=sms + 1)):
     with pytest.raises(ValueError, match=f"blocks: expected at most the {sms} SMs of the device"):
       tuning.placed()
