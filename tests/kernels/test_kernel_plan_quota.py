@@ -97,6 +97,19 @@ def test_equals_the_portable_planner_on_more_ranks_than_lanes(seed):
   assert_equal_plans(load_matrix(skewed(80, seed), 40), fixed, cost)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "ranks, experts, slots", [(33, 33, 1), (3, 21, 65), (8, 264, 8), (2, 130, 8)]
+)
+def test_equals_the_portable_planner_of_other_sizes(ranks, experts, slots):
+  """Odd sizes, more slots than experts, and pieces of 128 experts that end within a rank."""
+  fixed, cost = setup(ranks, experts, slots, {"transfer": "direct"}, steps=STEPS[:1])
+  ties_E = np.random.default_rng(0).integers(0, 4, experts)
+  ties_E[experts // ranks :: 3] = 0
+  for load_E in (skewed(experts, 3), ties_E):
+    assert_equal_plans(load_matrix(load_E, ranks), fixed, cost)
+
+
 def test_equals_the_portable_planner_once():
   fixed, cost = setup(4, 8, 2, {"objective": "time"}, steps=STEPS[:1])
   assert_equal_plans(load_matrix(skewed(8, 1), 4), fixed, cost)
