@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator
 
+import gpu_tests
 import kept_programs
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -29,8 +29,17 @@ hypothesis.settings.load_profile("deterministic")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+  if gpu_tests.only_gpu(config.option.markexpr):
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share the GPUs
+  else:  # for this process, and for those that tests start
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
   if not hasattr(config, "workerinput"):  # once a run
     kept_programs.trim(kept_programs.folder())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+  gpu_tests.skip_without_gpu(item)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,7 @@
 """An engine whose programs are NumPy: nothing compiles, so tests can look at all the rest."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,13 @@ CONFIG = serve.EngineConfig(buckets=(4, 8), alignment=2, max_requests=2, queue_l
 ROWS = 2
 NAN_TOKEN = 99  # the logits behind it are not finite
 STAGES = ("compile", "pack", "run", "cut", "land")
+
+
+class HasLoads(NamedTuple):
+  """The statistics of a batch, as far as the engine looks."""
+
+  load_before_G: np.ndarray = np.array([[[3, 1]]])
+  load_after_G: np.ndarray = np.array([[[2, 2]]])
 
 
 class HostPrograms:

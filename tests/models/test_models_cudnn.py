@@ -1,10 +1,9 @@
 """What cuDNN's attention is told about packed rows, and what it makes of them on a GPU.
 
-With one: ``JAX_PLATFORMS=cuda python -m pytest -n 0 -m gpu tests/test_models_cudnn.py``.
+With one: ``python -m pytest -m gpu tests/models/test_models_cudnn.py``.
 """
 
 import math
-import os
 import re
 
 import jax
@@ -131,11 +130,6 @@ def test_says_what_it_cannot(monkeypatch, kind):
     cudnn.attend(query, key, value, spans_of(packed()), scale=0.5)
 
 
-on_gpu = pytest.mark.skipif(
-  os.environ["JAX_PLATFORMS"] == "cpu", reason="cuDNN: needs an NVIDIA GPU, and JAX_PLATFORMS=cuda"
-)
-
-
 def real_operands(lengths, seed=0):
   """Rows full of requests of these lengths, at multiples of 128, with Qwen3-30B-A3B's heads."""
   length, heads, key_heads, channels = 2048, 32, 4, 128
@@ -155,7 +149,6 @@ def by_cudnn(query, key, value, batch):
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("lengths", [[2048], [1, 127, 128, 129, 500, 700], [3] * 16])
 def test_equals_the_portable_attention(lengths):
   (query, key, value), batch = real_operands(lengths)
@@ -169,7 +162,6 @@ def test_equals_the_portable_attention(lengths):
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_layers_do_not_order_requests():
   if len(jax.devices()) < 2:
     pytest.skip("XLA finds less of it in programs for one GPU")
@@ -198,7 +190,6 @@ def test_layers_do_not_order_requests():
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("bad", [0, 2, 5])
 def test_keeps_a_bad_request_from_its_neighbours(bad):
   (query, key, value), batch = real_operands([100, 128, 300, 129, 64, 700])

@@ -12,6 +12,7 @@ from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import TraceError, import_megatron
 from ultraep_jax.trace import disk as files
+from ultraep_jax.trace.format import COLUMNS
 from ultraep_jax.trace.summary import summarise
 
 E, G, K = 8, 4, 2
@@ -70,6 +71,50 @@ def test_groups_of_ranks(tmp_path):
   trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E, num_ranks=G)
   assert trace.group_N.tolist() == [0, 1, 0, 1]
   np.testing.assert_array_equal(trace.load_NGE[1], chosen(2 + 1)[0])
+
+
+def test_every_column_is_what_the_layers_would_have_recorded(tmp_path):
+  """One assignment at a time; the busiest domain of two ranks has no even load."""
+  config = BalanceConfig(
+    replica_slots=1,
+    objective="balance",
+    domain_size=2,
+    capacity_factor=1.0,
+    min_tokens_per_replica=3,
+  )
+  rng = np.random.default_rng(6)
+  index_GTK = np.minimum(rng.zipf(1.9, (2 * G, 41, K)) - 1, 9)  # 8 and 9 are no experts
+  index_GTK[rng.random(index_GTK.shape) < 0.05] = -1
+  for rank in range(2 * G):
+    write(tmp_path / "from", [record(3, 5, index_GTK[rank])], rank)
+  trace = import_megatron(
+    tmp_path / "from", tmp_path / "to", num_experts=E, num_ranks=G, config=config, expert_bytes=7
+  )
+  uneven = rounds = 0
+  for group in range(2):
+    index = index_GTK[group * G : group * G + G]
+    one = {name: getattr(trace, name)[group] for name in COLUMNS}
+    plan = trace.plan(group)
+    dest_GTK, _, rows_GP = testing.brute_force_routes(index, plan)
+    testing.assert_legal_plan(plan, one["load_NGE"], config)
+    for rank, expert in np.ndindex(G, E):
+      assert one["load_NGE"][rank, expert] == (index[rank] == expert).sum()
+    went = [int((dest_GTK == rank).sum()) for rank in range(G)]
+    assert one["planned_NG"].tolist() == one["after_NG"].tolist() == went
+    of_domain = [int((index // 4 == domain).sum()) for domain in range(2)]
+    busiest = max(of_domain)
+    assert one["floor_N"] == min(n for n in range(busiest) if 2 * n >= busiest)
+    filled = one["replica_expert_NGS"] >= 0
+    assert filled.any() and one["replica_bytes_N"] == 7 * filled.sum()
+    assert ((one["replica_parent_NGS"] >= 0) == filled).all()
+    np.testing.assert_array_equal(one["replica_load_NGS"], rows_GP[:, E // G :])
+    own_G11 = np.arange(G)[:, None, None]
+    assert one["remote_N"] == ((dest_GTK != own_G11) & (dest_GTK >= 0)).sum()
+    assert one["rounds_N"] == -(-max(went) // 88)  # rows of 41 tokens of 2 choices, by eights
+    assert one["masked_N"] == (index == -1).sum() and one["invalid_N"] == (index >= E).sum()
+    assert (one["step_N"], one["layer_N"], one["group_N"]) == (3, "decoder 005", group)
+    uneven, rounds = uneven + busiest % 2, max(rounds, int(one["rounds_N"]))
+  assert uneven and rounds > 1
 
 
 def test_repeated_lines_are_microbatches_and_blocks_are_layers(tmp_path):

@@ -1,13 +1,8 @@
-"""Recording and reading traces: contents, order, wrong calls, cost."""
+"""Traces: what is recorded is what is read."""
 
-import concurrent.futures
-import functools
 import json
 import os
-import threading
-import time
 import types
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +18,6 @@ from ultraep_jax.trace.summary import summarise
 
 def stacked(values):
   return jax.tree.map(lambda *leaves: np.stack(leaves), *values)
-
-
-# --- what is recorded is what is read --------------------------------------------------------
 
 
 def test_fields_come_back(tmp_path):
@@ -140,27 +132,6 @@ def test_parts_of_a_trace(tmp_path):
     trace[0]
 
 
-def test_table_and_summary(tmp_path):
-  pandas = pytest.importorskip("pandas", exc_type=ImportError)
-  trace = read(traces.write(tmp_path))
-  table = trace.to_pandas()
-  assert isinstance(table, pandas.DataFrame) and len(table) == 12
-  assert table.groupby("layer")["imbalance_before"].max().between(1.9, 2.1).all()
-  summary = summarise(trace)
-  assert summary["before"]["100"] == pytest.approx(table.imbalance_before.max())
-  assert summary["after"]["50"] == pytest.approx(table.imbalance_after.median())
-  assert summary["off_plan"] == 0 and summary["replicas"] == table.replicas.mean()
-  json.dumps(summary)
-
-
-def test_summary_notices_a_layer_that_left_its_plan(tmp_path):
-  stats = traces.stats_of(traces.loads(0))
-  moved = stats.load_after_G + np.array([1, -1, 0, 0], np.int32)
-  with Recorder(tmp_path) as recorder:
-    recorder.record(0, stats._replace(load_after_G=moved), axes=())
-  assert summarise(read(tmp_path))["off_plan"] == 1
-
-
 def test_every_and_several_chunks(tmp_path):
   stats = traces.stats_of(traces.loads(0))
   with Recorder(tmp_path, every=3, flush_seconds=0) as recorder:
@@ -194,96 +165,6 @@ def test_nothing_recorded_is_an_empty_folder(tmp_path):
     read(tmp_path / "new")
 
 
-# --- wrong calls -----------------------------------------------------------------------------
-
-
-def test_wrong_arguments(tmp_path):
-  stats = traces.stats_of(traces.loads(0))
-  with pytest.raises(ValueError, match="every: expected at least 1, got 0"):
-    Recorder(tmp_path, every=0)
-  with pytest.raises(ValueError, match="flush_seconds: expected at least 0, got -1"):
-    Recorder(tmp_path, flush_seconds=-1)
-  with Recorder(tmp_path) as recorder:
-    with pytest.raises(ValueError, match=r"axes: expected the 0 leading axes .* got \('group',\)"):
-      recorder.record(0, stats)
-    with pytest.raises(ValueError, match="axes: expected distinct names"):
-      recorder.record(0, stats, axes=("step",))
-    with pytest.raises(TypeError, match="expected LayerStats by layer, got int"):
-      recorder.record(0, {"layer0": 3})  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"load_GE": np.full((4, 8), -1, np.int32)}, r"load_NGE: expected values in \[0, .* got -1"),
-    ({"replica_bytes": np.float32("nan")}, "replica_bytes_N: expected finite values, got nan"),
-    ({"replica_expert_GS": np.full((4, 2), 8, np.int32)}, r"replica_expert_NGS: .* got 8"),
-    ({"load_after_G": np.ones(4, np.float32)}, "after_NG: expected another type than float32"),
-    ({"load_after_G": np.ones(3, np.int32)}, r"after_NG: expected shape \(1, 4\), got \(1, 3\)"),
-  ],
-)
-def test_bad_values_are_refused_when_written(tmp_path, change, message):
-  recorder = Recorder(tmp_path)
-  recorder.record(0, traces.stats_of(traces.loads(0))._replace(**change), axes=())
-  with pytest.raises(TraceError, match=message):
-    recorder.flush()
-  recorder.close()
-  assert not files.chunks(tmp_path)
-
-
-def test_a_call_that_is_refused_keeps_nothing(tmp_path):
-  stats = traces.stats_of(traces.loads(0))
-  with Recorder(tmp_path) as recorder:
-    for step, layers, microbatch, error, message in (
-      (0, {"a": stats, "b": 3}, 0, TypeError, "expected LayerStats by layer, got int"),
-      (0, {"a": stats, "b\0": stats}, 0, ValueError, "names of layers without a zero"),
-      (0, {"a": stats, "\ud800": stats}, 0, ValueError, "names of layers that are text"),
-      (0, {"a": stats}, -1, ValueError, r"microbatch: expected a value in \[0, "),
-      (2**63, {"a": stats}, 0, ValueError, "step: expected a value in"),
-      (1.5, {"a": stats}, 0, TypeError, "cannot be interpreted as an integer"),
-    ):
-      with pytest.raises(error, match=message):
-        recorder.record(step, layers, microbatch=microbatch, axes=())
-    with pytest.raises(ValueError, match=r"expert_load_E: expected the leading axes \(1,\)"):
-      recorder.record(0, stats._replace(load_GE=stats.load_GE[None]), axes=("group",))
-    recorder.record(np.int64(7), {"c": stats}, microbatch=jnp.int32(2), axes=())
-  trace = read(tmp_path)
-  assert (trace.step_N, trace.layers, trace.microbatch_N) == ([7], ["c"], [2])
-
-
-def test_a_closed_recorder_says_so(tmp_path, monkeypatch):
-  """In every process, also in those that write nothing."""
-  stats = traces.stats_of(traces.loads(0))
-  for process in (0, 1):
-    monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-    recorder = Recorder(tmp_path, every=2)
-    recorder.record(0, stats, axes=())
-    recorder.close()
-    recorder.close()
-    for call in (
-      lambda recorder=recorder: recorder.record(0, stats, axes=()),
-      lambda recorder=recorder: recorder.record(1, stats, axes=()),
-      recorder.flush,
-    ):
-      with pytest.raises(RuntimeError, match="recorder: expected an open one, got one that was"):
-        call()
-  assert read(tmp_path).step_N.tolist() == [0]
-
-
-@pytest.mark.parametrize(
-  "metadata",
-  [
-    {"a": "\ud800"},
-    {(1, 2): 3},
-    {"a": 10**5000},
-    functools.reduce(lambda x, _: {"x": x}, [0] * 9999),
-  ],
-)
-def test_metadata_that_nobody_could_read_is_refused_at_once(tmp_path, metadata):
-  with pytest.raises(ValueError, match="metadata: expected what JSON can say, got: "):
-    Recorder(tmp_path, metadata=metadata)
-
-
 def test_what_is_recorded_can_be_read(tmp_path):
   """Names from elsewhere, and metadata of every kind."""
   folder = tmp_path / os.fsdecode(b"run \xff")
@@ -298,21 +179,6 @@ def test_what_is_recorded_can_be_read(tmp_path):
   assert trace.layers == ["0", *names[1:]] and trace.manifest.name == "run ?"
   assert trace.manifest.metadata["path"] == str(tmp_path)
   json.dumps(summarise(trace))
-
-
-def test_layers_of_other_shapes_are_refused(tmp_path):
-  small, large = (traces.stats_of(traces.loads(0, experts=e)) for e in (8, 16))
-  recorder = Recorder(tmp_path / "a")
-  recorder.record(0, {"x": small, "y": large}, axes=())
-  with pytest.raises(TraceError, match=r"stats: expected layers of one \[G, E, S\]"):
-    recorder.close()
-  with Recorder(tmp_path / "b") as recorder:
-    recorder.record(0, small, axes=())
-  recorder = Recorder(tmp_path / "b")
-  recorder.record(1, large, axes=())
-  with pytest.raises(TraceError, match=r"'num_experts': 8.* as in the trace, got .*16"):
-    recorder.close()
-  assert len(read(tmp_path / "b")) == 1
 
 
 def test_a_folder_without_rights(tmp_path):
@@ -334,113 +200,3 @@ def test_a_folder_without_rights(tmp_path):
     os.seteuid(user)
     folder.chmod(0o700)
     (folder / files.MANIFEST).chmod(0o600)
-
-
-# --- cost ------------------------------------------------------------------------------------
-
-
-class Late:
-  """The slowest thread there can be: it works only when somebody waits for it."""
-
-  def submit(self, function, *arguments):
-    return types.SimpleNamespace(result=functools.partial(function, *arguments))
-
-  def shutdown(self):
-    pass
-
-
-def test_memory_is_bounded(tmp_path, monkeypatch):
-  """However slow the disk is: what is collected, and what is written meanwhile."""
-  one = traces.stats_of(traces.loads(0))
-  monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", lambda *_: Late())
-  with Recorder(
-    tmp_path, flush_seconds=1e9, flush_bytes=3 * sum(x.nbytes for x in one)
-  ) as recorder:
-    held = []
-    for step in range(30):
-      stats = jax.tree.map(np.copy, one)
-      held.append(weakref.ref(stats.load_GE))
-      recorder.record(step, stats, axes=())
-      del stats
-      assert sum(ref() is not None for ref in held) <= 6
-  trace = read(tmp_path)
-  assert trace.step_N.tolist() == list(range(30)) and len(files.chunks(tmp_path)) == 10
-
-
-def test_the_error_of_every_write_is_raised(tmp_path, monkeypatch):
-  stats, writes = traces.stats_of(traces.loads(0)), iter([True, False, True, False, False])
-  write = files.write_chunks
-
-  def full_at_times(*arguments):
-    if next(writes):
-      raise OSError("no space left")
-    return write(*arguments)
-
-  monkeypatch.setattr(files, "write_chunks", full_at_times)
-  recorder, failed = Recorder(tmp_path, flush_seconds=1e9, flush_bytes=1), []
-  for step in range(5):
-    try:
-      recorder.record(step, stats, axes=())
-    except TraceError as error:
-      failed.append((step, str(error)))
-  recorder.close()
-  (first, message), (second, _) = failed
-  assert "expected to write, got: no space left" in message
-  # What a write lost is lost; what met its error is written by the next.
-  assert read(tmp_path).step_N.tolist() == [1, 2, 4] and (first, second) == (1, 4)
-
-
-def test_recording_waits_for_no_write(tmp_path, monkeypatch):
-  """The loop goes on while a write hangs, and what is written is fetched by the other thread."""
-  begun, released, fetching = threading.Event(), threading.Event(), set()
-  write, fetch, now = files.write_chunks, jax.device_get, [0.0]
-
-  def write_late(*arguments):
-    begun.set()
-    assert released.wait(timeout=60)
-    return write(*arguments)
-
-  def fetched(stats):
-    fetching.add(threading.current_thread().name)
-    return fetch(stats)
-
-  monkeypatch.setattr(files, "write_chunks", write_late)
-  monkeypatch.setattr(jax, "device_get", fetched)
-  monkeypatch.setattr(time, "monotonic", lambda: now[0])
-  stats = {f"layer{i}": traces.stats_of(traces.loads(i)) for i in range(2)}
-  with Recorder(tmp_path, flush_seconds=10) as recorder:
-    now[0] = 10.0
-    recorder.record(0, stats, axes=())
-    assert begun.wait(timeout=60)
-    for step in range(1, 100):
-      now[0] += 0.1
-      recorder.record(step, stats, axes=())
-    assert not list(tmp_path.glob("*.npz"))
-    released.set()
-  assert len(read(tmp_path)) == 200
-  assert all(name.startswith("ultraep_trace") for name in fetching)
-
-
-# --- several processes -----------------------------------------------------------------------
-
-
-def test_other_processes_write_nothing(tmp_path, monkeypatch):
-  monkeypatch.setattr(jax, "process_index", lambda: 1)
-  with Recorder(tmp_path / "trace") as recorder:
-    recorder.record(0, traces.stats_of(traces.loads(0)), axes=())
-    recorder.flush()
-  assert not (tmp_path / "trace").exists()
-
-
-def test_statistics_of_other_processes_are_refused(tmp_path):
-  class Elsewhere(np.ndarray):
-    is_fully_addressable = False
-    is_fully_replicated = False
-
-  stats = traces.stats_of(traces.loads(0))
-  stats = stats._replace(load_GE=stats.load_GE.view(Elsewhere))
-  with (
-    Recorder(tmp_path) as recorder,
-    pytest.raises(ValueError, match="gather them with jax"),
-  ):
-    recorder.record(0, stats, axes=())

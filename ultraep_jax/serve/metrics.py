@@ -93,6 +93,5 @@ def imbalance(load_LNG: np.ndarray) -> np.ndarray:
   >>> imbalance(np.array([[[3, 1], [0, 0]]])).tolist()
   [1.5]
   """
-  mean_LN = load_LNG.mean(axis=-1)
-  over_LN = load_LNG.max(axis=-1) / np.maximum(mean_LN, 1e-9)
-  return np.where(mean_LN > 0, over_LN, 1.0).max(axis=-1, initial=1.0)
+  over_LN = load_LNG.max(axis=-1) / np.maximum(load_LNG.mean(axis=-1), 1e-9)
+  return over_LN.max(axis=-1, initial=1.0)
