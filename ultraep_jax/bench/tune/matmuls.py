@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from pallas_kernels.matmul import rows
+from pallas_kernels.matmul import row_tiles
 from pallas_kernels.matmul.layout import Tile, Tuning
 from ultraep_jax.bench.contest import Contest
 from ultraep_jax.bench.kernels.matmul_problems import Problem
@@ -79,7 +79,7 @@ def _as_laid_out(problem: Problem, tuning: Tuning) -> tuple[Tile, Tuning]:
   """What of a tuning is in use."""
   short_last = tuning.short_last
   if short_last is None:
-    short_last = rows.short_comes_last(problem.rows, problem.home + problem.replica)
+    short_last = row_tiles.short_comes_last(problem.rows, problem.home + problem.replica)
   if problem.operation.startswith("wgrad"):
     short_last = None
   rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last)

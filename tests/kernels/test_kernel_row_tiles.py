@@ -9,14 +9,14 @@ import pytest
 from grouped_rows import sizes_that_fit
 from hypothesis import example, given
 
-from pallas_kernels.matmul import rows as row_matmul
+from pallas_kernels.matmul import row_tiles as module
 
 CAPACITY, SLOTS = 1024, 6
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def row_tiles(sizes, tile, slots, short_last):
-  return row_matmul.row_tiles(CAPACITY, sizes, tile, slots, short_last)
+  return module.row_tiles(CAPACITY, sizes, tile, slots, short_last)
 
 
 @pytest.mark.parametrize(
