@@ -10,7 +10,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 from layer_problems import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
-from model_layers import SHAPES, gradients, model_arguments
+from model_layers import gradients, model_arguments
 from mosaic_interpret import interpreted
 from programs import LAYER, PLANNING, equations, kernel_names, kernels
 from wire_rounding import on_rounded_tokens
