@@ -187,8 +187,10 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
   if type(tuning) is not expected:
     raise TypeError(f"tuning: expected {expected.__name__} for {operation!r}, got {tuning!r}")
   if isinstance(tuning, layout.MatmulTuning):
-    if operation.startswith("wgrad") and tuning.schedule != "together":
-      raise ValueError(f"schedule: expected 'together' for {operation!r}, got {tuning.schedule!r}")
+    if operation.startswith("wgrad") and tuning.schedule == "deferred":
+      raise ValueError(
+        f"schedule: expected 'together' or 'in_turns' for {operation!r}, got 'deferred'"
+      )
     if operation.endswith("beside") and tuning.cluster > 1:
       raise ValueError(f"cluster: expected 1 for {operation!r}, got {tuning.cluster}")
     shared = tuning.ring_bytes + tuning.store_bytes

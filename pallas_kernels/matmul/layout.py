@@ -57,6 +57,9 @@ class MatmulTuning:
     waves: how many times as many there are. The first ones take half of the tiles, the next ones
       half of the rest, and so on; the device's scheduler hands them out, so that an SM that
       another kernel holds for a while gets fewer.
+    short_last: whether tiles of fewer rows come after all others, so that blocks finish together,
+      or each after those of its group, whose weights are in the cache. ``None``: if groups are
+      large. Weight gradients have no such tiles.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around
@@ -76,6 +79,7 @@ class MatmulTuning:
   band: int = 2048
   blocks: int | None = None
   waves: int = 1
+  short_last: bool | None = None
   cluster: int = 1
   auto_barriers: bool = True
 
@@ -86,6 +90,8 @@ class MatmulTuning:
     if self.blocks is not None:
       check_positive(self, "blocks")
     self._check_tile()
+    if self.short_last not in (None, True, False):
+      raise TypeError(f"short_last: expected a bool or None, got {self.short_last!r}")
     if not isinstance(self.auto_barriers, bool):
       raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
     if self.blocks is not None and self.blocks % self.cluster:

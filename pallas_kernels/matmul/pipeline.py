@@ -65,6 +65,7 @@ class Ring:
     count: Array | int,
     wgmma: Callable[[Array], None],
     *,
+    prepare: Callable[[Array | int, Array], None] = lambda k, stage: None,
     meanwhile: Sequence[Callable[[], None]] = (),
   ) -> None:
     """Multiplies ``count`` stages, giving each back once the next one's product is under way.
@@ -74,12 +75,14 @@ class Ring:
       first: the steps before this tile.
       count: at least as many as there is to do meanwhile.
       wgmma: starts to multiply a stage.
+      prepare: changes the k-th of the stages, before.
       meanwhile: what to do while the first stages are multiplied, one by one.
     """
 
     def step(k: Array | int, other: Callable[[], None] = lambda: None) -> None:
       stage = self.stage(first + k)
       plgpu.barrier_wait(self._full(owner, stage))
+      prepare(k, stage)
       wgmma(stage)
       other()
       plgpu.wgmma_wait(1)
@@ -220,8 +223,8 @@ def launch(
   """Runs a kernel of persistent blocks around a ring, and a transfer beside it.
 
   Args:
-    body: called with references to operands, results and shared memory, and the barriers of the
-      ring (full, free).
+    body: called with references to operands, results and shared memory, the barriers of the ring
+      (full, free), and one for the warpgroups that multiply.
     operands: arrays.
     loads: that arrive at a stage.
     out_type: of the results.
@@ -258,14 +261,14 @@ def launch(
       refs, [*counts, len(ride.scratch_types)]
     )
     outs = ride_inputs if into else outs
-    views, full, free = rest
+    views, *barriers = rest
     *views, buffers = views if beside else (*views, ())
     if not beside:
-      body(inputs, outs, views, full, free)
+      body(inputs, outs, views, *barriers)
       return
     block = lax.axis_index(_BLOCK_AXIS)
     when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers))
-    when(block >= riding)(lambda: body(inputs, outs, views, full, free))
+    when(block >= riding)(lambda: body(inputs, outs, views, *barriers))
 
   results = launch_kernel(
     both,
@@ -287,6 +290,7 @@ def launch(
       plgpu.ClusterBarrier(
         collective_axes=(_CLUSTER_AXIS,), num_arrivals=tile.strips, num_barriers=tuning.stages
       ),
+      plgpu.Barrier(num_arrivals=MULTIPLYING),
     ],
     compiler_params=plgpu.CompilerParams(
       # Only this lowering lets two views name one memory.

@@ -21,11 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul import layout, pipeline
 from pallas_kernels.matmul.layout import DEPTH, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.matmul.row_tiles import row_tiles
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
-_UNIT = 64  # rows of one wgmma: what a tile may have less than its neighbours
 _MOST_ROWS = 256  # of a tile
 
 
@@ -85,7 +85,7 @@ def multiply_rows(
   weights = len(contractions[0].home)
   tuning = tuning or layout.make_room(beside is not None)
   tile = layout.choose_tile(_MOST_ROWS, cols, weights, tuning)
-  if -(-cols // tile.cols) % tuning.cluster:
+  if -(-cols // tile.cols) % tuning.cluster or capacity < tile.rows:
     tuning = dataclasses.replace(tuning, cluster=1)
   tuning = tuning.placed()
   # An operand may not be empty; without replicas the second one is never read.
@@ -127,7 +127,7 @@ def multiply_rows(
       tile=tile,
       tuning=tuning,
     ),
-    row_tiles(capacity, group_size_P, tile.rows, slots),
+    row_tiles(capacity, group_size_P, tile.rows, slots, tuning.short_last),
     *flat_operands,
     out_type=out_type,
     shared=[view(False), view(True)],
@@ -168,49 +168,13 @@ def _check(
   return capacity, cols, num_home
 
 
-def row_tiles(capacity: int, group_size_P: Array, tile_rows: int, slots: range) -> Array:
-  """What each tile of rows of some slots computes.
-
-  Tiles begin where their group begins. What is left at the group's end is a tile of as many rows
-  as it needs, rounded up to ``_UNIT``, that ends with the group, so that none crosses a border:
-  rows computed twice are stored twice, with the same bits. Only a group smaller than its tile has
-  a tile that is stored in part. These tiles come last, so that blocks finish together.
-
-  Returns:
-    ``[4, T]`` int32: slot, counted from the first of these; first row, rows to store, and in the
-    last line the number of tiles.
-  """
-  num_slots = len(slots)
-  start_P = layout.sum_before(group_size_P)[slots.start : slots.stop]
-  group_size_P = group_size_P[slots.start : slots.stop]
-  end_P = start_P + group_size_P
-  left_P = group_size_P % tile_rows
-  # A whole tile moved up is as good as one of the same size at the end.
-  rounded_P = -(-left_P // _UNIT) * _UNIT
-  short_P = ((left_P > 0) & (rounded_P < tile_rows)).astype(jnp.int32)
-  tiles_Q = jnp.concatenate([-(-group_size_P // tile_rows) - short_P, short_P])
-  before_Q = layout.sum_before(tiles_Q)
-  tile_T = jnp.arange(capacity // tile_rows + num_slots, dtype=jnp.int32)
-  # Along the last axis: XLA makes one kernel of such a sum, and two of one along the first.
-  q_T = jnp.sum((before_Q + tiles_Q)[None, :] <= tile_T[:, None], axis=1, dtype=jnp.int32)
-  q_T = jnp.minimum(q_T, 2 * num_slots - 1)
-  slot_T = q_T % num_slots
-  rows_T = jnp.where(q_T < num_slots, tile_rows, rounded_P[slot_T])
-  first_T = start_P[slot_T] + (tile_T - before_Q[q_T]) * tile_rows
-  # Short tiles are counted apart from the whole ones before them: they end with their group.
-  first_T = jnp.where(q_T < num_slots, first_T, end_P[slot_T])
-  first_T = jnp.maximum(jnp.minimum(first_T, end_P[slot_T] - rows_T), start_P[slot_T])
-  stored_T = jnp.minimum(group_size_P[slot_T], rows_T)
-  num_tiles_T = jnp.broadcast_to(jnp.sum(tiles_Q, dtype=jnp.int32), tile_T.shape)
-  return jnp.stack([slot_T, first_T, stored_T, num_tiles_T])
-
-
 def _body(
   inputs: Sequence[Any],
   outs: Sequence[Any],
   views: Sequence[Any],
   full: Any,
   free: Any,
+  _: Any,
   *,
   treedef: Any,
   num_home: int,
@@ -242,13 +206,25 @@ def _body(
     return Work(jnp.int32(num_steps), (table[0, row], table[1, row], table[2, row], col))
 
   def load(work: Work, before: Array, owner: Array) -> None:
-    slot, start, _, col = work.rest
+    slot, start, stored, col = work.rest
     cols = pl.ds(col, tile.cols)
-    loaded_rows = min(tile.rows, capacity)  # what lies behind these is multiplied, not stored
+    half = tile.rows // 2
+    whole = stored > half
 
     def load_steps(
       rows: Any, weights: Sequence[Any], slot: Array, before: Array, count: int
     ) -> None:
+      if tuning.cluster > 1:  # its blocks share the rows evenly
+        load_rows(tile.rows, rows, weights, slot, before, count)
+        return
+      when(whole)(lambda: load_rows(tile.rows, rows, weights, slot, before, count))
+      when(~whole)(lambda: load_rows(half, rows, weights, slot, before, count))
+
+    def load_rows(
+      size: int, rows: Any, weights: Sequence[Any], slot: Array, before: Array, count: int
+    ) -> None:
+      loaded_rows = min(size, capacity)  # what lies behind these is multiplied, not stored
+
       def step(k: Array, _: None) -> None:
         stage, loaded = ring.acquire(before + k, owner)
         depth = pl.ds(k * DEPTH, DEPTH)
@@ -282,7 +258,7 @@ def _body(
           part = acc if (size, num_weights) == (tile.strip, 1) else part
           plgpu.wgmma(part, lhs_rows, weight.transpose((1, 0)) if transpose_rhs else weight)
 
-      whole = stored > tile.strip - _UNIT
+      whole = stored > tile.strip - UNIT
       batches = store_batches(pending) if tuning.schedule == "deferred" else []
       early = batches[num_steps:]  # more than there are steps to hide them
       for batch in early:
@@ -301,8 +277,8 @@ def _body(
       def _() -> None:
         for batch in batches[:num_steps]:
           batch()
-        for size in range(_UNIT, tile.strip, _UNIT):
-          when((stored > size - _UNIT) & (stored <= size))(
+        for size in range(UNIT, tile.strip, UNIT):
+          when((stored > size - UNIT) & (stored <= size))(
             functools.partial(
               ring.multiply, owner, before, num_steps, functools.partial(wgmma, size)
             )

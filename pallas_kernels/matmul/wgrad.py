@@ -25,7 +25,7 @@ from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
-_BORDER = 2 * DEPTH  # room for the rows of a group outside its aligned part: at most 7 + 63
+_ALIGNED = 8  # rows: TMA fills tiles of so many
 _PIECE = (64, 32)  # rows and columns stored at a time: 128 bytes wide, the widest swizzle
 
 
@@ -82,30 +82,21 @@ def wgrad_beside(
   layout.expect_multiple("K", depth, UNIT)
   layout.expect_multiple("N", cols, UNIT)
   tuning = tuning or layout.make_room(transfer is not None)
-  if tuning.schedule != "together":
-    raise ValueError(f"tuning: expected 'together', got {tuning.schedule!r}")
+  if tuning.schedule == "deferred":
+    raise ValueError(f"tuning: expected 'together' or 'in_turns', got {tuning.schedule!r}")
   tile = layout.choose_tile(depth, cols, 1, tuning)
   if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
   tuning = tuning.placed()
-  # What TMA loads in place are whole stages that begin at a multiple of 8.
-  if more := max(-(-capacity // 8) * 8, DEPTH) - capacity:
+  if more := max(-(-capacity // _ALIGNED) * _ALIGNED, DEPTH) - capacity:
     rows_CK, grad_CN = (jnp.pad(x, [(0, more), (0, 0)]) for x in (rows_CK, grad_CN))
-    capacity += more
   num_replica = num_slots - num_home
   if filled_S is not None:
     layout.expect_shape("filled_S", filled_S, (num_replica,))
   out_type = functools.partial(jax.typeof(rows_CK).update, dtype=jnp.dtype(jnp.float32))
-  table, border_row_PB, mine_PB = inner_steps(capacity, group_size_P, num_home, filled_S)
-
-  def border(x_CX: Array) -> Array:
-    x_PBX = jnp.where(mine_PB[..., None], x_CX[border_row_PB], jnp.zeros((), x_CX.dtype))
-    return x_PBX.reshape(-1, x_CX.shape[1])
-
-  operands = table, rows_CK, grad_CN, border(rows_CK), border(grad_CN)
   grads, transferred = pipeline.launch(
     functools.partial(_body, num_home=num_home, tile=tile, tuning=tuning),
-    *operands,
+    *(inner_steps(group_size_P, num_home, filled_S), rows_CK, grad_CN),
     out_type=[out_type(shape=(n, depth, cols)) for n in (num_home, num_replica) if n],
     shared=[
       [
@@ -124,36 +115,25 @@ def wgrad_beside(
   return (grads[0], replica), transferred
 
 
-def inner_steps(
-  capacity: int, group_size_P: Array, num_home: int, filled_S: Array | None
-) -> tuple[Array, Array, Array]:
-  """The stages of each group's rows, without those of other groups.
+def inner_steps(group_size_P: Array, num_home: int, filled_S: Array | None) -> Array:
+  """Which rows are contracted for each slot.
 
-  The rows between the first that TMA can address (a multiple of 8) and the last whole stage
-  after it are loaded in place. The few before and after are gathered into ``_BORDER`` rows per
-  slot, filled up with zeros.
+  TMA loads stages that begin at a multiple of 8. So the first and the last one of a group may
+  have rows of others, which the kernel clears.
 
   Returns:
-    ``[5, P]`` int32, the largest group first: slot, first aligned row, stages of border rows,
-    stages in all, and in the last line the number of slots to compute; ``[P, _BORDER]`` int32, the
-    row of each border row; and whether it is one.
+    ``[5, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
+    the group, rows up to the group's end, and in the last line the number of slots to compute.
   """
   start_P = layout.sum_before(group_size_P)
-  head_P = jnp.minimum(-start_P % 8, group_size_P)
-  aligned_P = (group_size_P - head_P) // DEPTH
-  border_P = group_size_P - aligned_P * DEPTH
-  border_steps_P = -(-border_P // DEPTH)
-  lines_3P = jnp.stack([start_P + head_P, border_steps_P, border_steps_P + aligned_P])
-  i_1B = jnp.arange(_BORDER, dtype=jnp.int32)[None, :]
-  in_head_PB = i_1B < head_P[:, None]
-  row_PB = start_P[:, None] + i_1B + jnp.where(in_head_PB, 0, aligned_P[:, None] * DEPTH)
+  before_P = start_P % _ALIGNED
+  lines_3P = jnp.stack([start_P - before_P, before_P, before_P + group_size_P])
   filled_P = jnp.ones(group_size_P.shape, bool)
   if filled_S is not None:
     filled_P = jnp.concatenate([filled_P[:num_home], filled_S])
   count_P = jnp.broadcast_to(jnp.sum(filled_P, dtype=jnp.int32), group_size_P.shape)
   table_4P = _largest_first(jnp.where(filled_P, group_size_P, -1), lines_3P)
-  table_5P = jnp.concatenate([table_4P, count_P[None]])
-  return table_5P, jnp.minimum(row_PB, capacity - 1), i_1B < border_P[:, None]
+  return jnp.concatenate([table_4P, count_P[None]])
 
 
 def _largest_first(group_size_P: Array, lines_XP: Array) -> Array:
@@ -174,16 +154,17 @@ def _body(
   views: Sequence[Any],
   full: Any,
   free: Any,
+  both: Any,
   *,
   num_home: int,
   tile: Tile,
   tuning: MatmulTuning,
 ) -> None:
-  (table, rows, grad, border_rows, border_grad), ((lhs, rhs, staged),) = inputs, views
+  (table, rows, grad), ((lhs, rhs, staged),) = inputs, views
   height, width = outs[0].shape[1:]
   num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
-  strip = pipeline.strip_index(tile)
+  strip, me = pipeline.strip_index(tile), pipeline.warpgroup()
   ring = Ring(full, free, tuning.stages)
 
   def describe(t: Array, rank: Array) -> Work:
@@ -192,39 +173,58 @@ def _body(
     row, col = layout.position(in_slot, num_rows, num_cols, band)
     # The last tile, or strip, may begin inside the one before: both compute the same bits.
     col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
-    slot, first_row, border_steps, steps = (table[line, index] for line in range(4))
-    return Work(steps, (slot, first_row, border_steps, row * tile.rows, col))
+    slot, first_row, begin, end = (table[line, index] for line in range(4))
+    steps = lax.select(end > begin, lax.div(end + DEPTH - 1, jnp.int32(DEPTH)), jnp.int32(0))
+    return Work(steps, (slot, first_row, begin, end, row * tile.rows, col))
 
   def strip_row(out_row: Array, strip: Array | int) -> Array:
     return lax.min(out_row + strip * tile.strip, jnp.int32(height - tile.strip))
 
   def load(work: Work, before: Array, owner: Array) -> None:
-    slot, aligned, border_steps, out_row, out_col = work.rest
+    _, first_row, _, _, out_row, out_col = work.rest
 
-    def load_steps(rows: Any, grad: Any, first_row: Array, before: Array, count: Array) -> None:
-      def step(k: Array, _: None) -> None:
-        stage, loaded = ring.acquire(before + k, owner)
-        depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, 8), DEPTH)
-        for strip in range(tile.strips):
-          source = rows.at[depth, pl.ds(strip_row(out_row, strip), tile.strip)]
-          pipeline.load_common_rows(source, lhs.at[stage, strip], loaded, tuning)
-        source = grad.at[depth, pl.ds(out_col, tile.cols)]
-        plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
+    def step(k: Array, _: None) -> None:
+      stage, loaded = ring.acquire(before + k, owner)
+      depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, _ALIGNED), DEPTH)
+      for strip in range(tile.strips):
+        source = rows.at[depth, pl.ds(strip_row(out_row, strip), tile.strip)]
+        pipeline.load_common_rows(source, lhs.at[stage, strip], loaded, tuning)
+      source = grad.at[depth, pl.ds(out_col, tile.cols)]
+      plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
 
-      lax.fori_loop(0, count, step, None)
+    lax.fori_loop(0, work.steps, step, None)
 
-    load_steps(border_rows, border_grad, slot * _BORDER, before, border_steps)
-    load_steps(rows, grad, aligned, before + border_steps, work.steps - border_steps)
+  def clear(stage: Array, begin: Array, end: Array) -> None:
+    """Makes rows of other groups zero: all of this warpgroup's strip, its share of the columns."""
+
+    def keep(part: Any) -> None:
+      row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
+      part[...] = jnp.where((row >= begin) & (row < end), part[...], jnp.zeros((), part.dtype))
+
+    for c in range(0, tile.strip, UNIT):
+      keep(lhs.at[stage, strip, :, pl.ds(c, UNIT)])
+    for i, c in enumerate(range(0, tile.cols, UNIT)):
+      when(lax.rem(jnp.int32(i), jnp.int32(tile.strips)) == strip)(
+        lambda c=c: keep(rhs.at[stage, :, pl.ds(c, UNIT)])
+      )
+    plgpu.commit_smem()
+    if tile.strips > 1:
+      plgpu.barrier_arrive(both)
+      plgpu.barrier_wait(both)
 
   def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
-    slot, _, _, out_row, out_col = work.rest
+    slot, _, begin, end, out_row, out_col = work.rest
     strip_start = strip_row(out_row, strip)
+
+    def prepare(k: Array | int, stage: Array) -> None:
+      first, last = begin - k * DEPTH, end - k * DEPTH
+      when((first > 0) | (last < DEPTH))(lambda: clear(stage, first, last))
 
     def multiply(acc: Any) -> Array:
       def wgmma(stage: Array) -> None:
         plgpu.wgmma(acc, lhs.at[stage, strip].transpose((1, 0)), rhs.at[stage])
 
-      ring.multiply(owner, before, work.steps, wgmma)
+      ring.multiply(owner, before, work.steps, wgmma, prepare=prepare)
       return acc[...]
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
@@ -232,7 +232,7 @@ def _body(
     # A piece at a time in each buffer, which is free once TMA has read what was in it before.
     pieces = itertools.product(range(0, tile.strip, _PIECE[0]), range(0, tile.cols, _PIECE[1]))
     for i, (r, c) in enumerate(pieces):
-      piece = staged.at[strip, i % tuning.buffers]
+      piece = staged.at[me, i % tuning.buffers]
       plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
       piece[...] = product[r : r + _PIECE[0], c : c + _PIECE[1]]
       plgpu.commit_smem()

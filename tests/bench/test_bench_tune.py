@@ -115,35 +115,35 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   path = tmp_path / "table.json"
   words = ["--shapes", "qwen3-235b", "deepseek-v3", "--write", str(path), "--operations"]
   monkeypatch.setattr("sys.argv", ["python -m ultraep_jax bench tune", *words, "gated"])
-  monkeypatch.setattr(contest, "hold", planted({"deferred": 0.8, "bare": 0.9}))
+  monkeypatch.setattr(contest, "hold", planted({"deferred": 0.8, "in turns": 0.9}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   table = json.loads(path.read_text())
   assert table["kinds"] == [KIND] and table["like"] == "h200"
   found = {(e["operation"], *e["widths"]): e for e in table["tunings"]}
   assert list(found) == [
-    ("gated", 128, 128),
-    ("gated", 256, 128),
-    ("wgrad", 128, 128),
-    ("wgrad", 256, 128),
+    ("gated", 128, 64),
+    ("gated", 256, 64),
+    ("wgrad", 128, 64),
+    ("wgrad", 256, 64),
   ]
-  measured = found["gated", 128, 128]["measured"]
+  measured = found["gated", 128, 64]["measured"]
   assert measured["command"] == (
     "python -m ultraep_jax bench tune --shapes qwen3-235b deepseek-v3 --operations gated"
   )
   assert measured["gain"] == 0.25 and measured["us"] == 8e5
   tunings = Device.load(path).tunings
-  assert tunings.find("gated", 128, 128) == MatmulTuning("deferred")
-  assert tunings.find("wgrad", 128, 128) == MatmulTuning(auto_barriers=False)
+  assert tunings.find("gated", 128, 64) == MatmulTuning("deferred")
+  assert tunings.find("wgrad", 128, 64) == MatmulTuning("in_turns", stages=6)
   lines = capsys.readouterr().out.splitlines()
   assert [line.endswith("+25.0% *") for line in lines if " deferred  " in line] == [True, True]
   assert any(" 0.438 of dense" in line for line in lines)  # of 256 rows, 224 are used
 
   # Once more: what is better now replaces what was, what is not measured to the end does not.
-  monkeypatch.setattr(contest, "hold", planted({"deferred": None, "bare": 2.0}))
+  monkeypatch.setattr(contest, "hold", planted({"deferred": None, "in turns": 2.0}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   tunings = Device.load(path).tunings
-  assert tunings.find("gated", 128, 128) == MatmulTuning("deferred")
-  assert tunings.find("wgrad", 128, 128) is None
+  assert tunings.find("gated", 128, 64) == MatmulTuning("deferred")
+  assert tunings.find("wgrad", 128, 64) is None
   assert len(Device.load(path).tunings.entries) == 4
 
 

@@ -63,8 +63,8 @@ def interpreted(races: bool = False) -> Iterator[None]:
   launch = pipeline.launch
 
   def with_one_view(body: Callable[..., None], *operands: Any, shared: Any, **kwargs: Any) -> Any:
-    def with_views(inputs: Any, outs: Any, views: Any, full: Any, free: Any) -> None:
-      body(inputs, outs, [views[0]] * len(shared), full, free)
+    def with_views(inputs: Any, outs: Any, views: Any, *barriers: Any) -> None:
+      body(inputs, outs, [views[0]] * len(shared), *barriers)
 
     return launch(with_views, *operands, shared=shared[:1], **kwargs)
 

@@ -9,10 +9,10 @@ import pytest
 from grouped_rows import (
   CAPACITY,
   FEW,
+  IN_TURNS,
   LARGE_TILES,
   SIZES,
   TOGETHER,
-  WHOLE,
   interpreted,
   lower,
   shape,
@@ -40,6 +40,7 @@ TUNINGS = {
   "together": MatmulTuning(),
   "few stages": MatmulTuning(stages=3, buffers=3, waves=2, auto_barriers=False),
   "in pairs": MatmulTuning(cluster=2),
+  "in turns": MatmulTuning("in_turns", stages=6),
 }
 
 
@@ -55,7 +56,7 @@ def test_wgrad_lowers(c, k, n, m, s, tuning):
   assert home.dtype == replica.dtype == jnp.float32
 
 
-inner_steps = jax.jit(module.inner_steps, static_argnums=(0, 2))
+inner_steps = jax.jit(module.inner_steps, static_argnums=1)
 
 examples = (
   example(np.zeros(SLOTS, np.int64)),
@@ -70,21 +71,20 @@ def with_examples(test):
 
 @with_examples
 @given(sizes_that_fit(STEPS_CAPACITY, SLOTS))
-def test_inner_steps_contract_every_row_of_their_group_once(sizes):
-  table, row, mine = inner_steps(STEPS_CAPACITY, jnp.array(sizes, jnp.int32), SLOTS - 2, None)
-  table, row, mine = np.asarray(table), np.asarray(row), np.asarray(mine)
+def test_inner_steps_begin_where_tma_can_and_hold_their_group(sizes):
+  table = np.asarray(inner_steps(jnp.array(sizes, jnp.int32), SLOTS - 2, None))
   end = np.cumsum(sizes)
   assert sorted(table[0]) == list(range(SLOTS))
   assert list(sizes[table[0]]) == sorted(sizes, reverse=True)
-  for slot, aligned, border_steps, steps, count in table.T:
-    assert count == SLOTS
-    in_place = aligned + np.arange(64 * (steps - border_steps))
-    if len(in_place):
-      assert aligned % 8 == 0
-    assert not mine[slot, 64 * border_steps :].any()
-    got = np.concatenate([row[slot][mine[slot]], in_place])
-    assert sorted(got) == list(range(end[slot] - sizes[slot], end[slot]))
-    assert 64 * steps < sizes[slot] + 64
+  for slot, first, begin, end_in_steps, count in table.T:
+    assert first % 8 == 0 and begin < 8 and count == SLOTS
+    assert (first + begin, first + end_in_steps) == (end[slot] - sizes[slot], end[slot])
+
+
+def test_slots_that_are_not_filled_come_last():
+  filled = jnp.array([False, True])
+  table = np.asarray(inner_steps(jnp.array([0, 3, 0, 5, 0, 0]), SLOTS - 2, filled))
+  assert table[0].tolist() == [3, 1, 0, 2, 5, 4] and set(table[4]) == {5}
 
 
 def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None):
@@ -108,7 +108,7 @@ def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None):
   ("tuning", "num_home", "depth", "cols"),
   [
     (TOGETHER, 2, 128, 256),
-    (TOGETHER, 4, 256, 128),
+    (IN_TURNS, 4, 256, 128),
     (IN_PAIRS, 3, 128, 512),
   ],
 )
@@ -139,7 +139,7 @@ def test_slots_that_are_not_filled_are_not_written():
 
 
 @pytest.mark.parametrize(
-  ("tuning", "sizes"), [(TOGETHER, WHOLE), (TOGETHER, SIZES[0]), (IN_PAIRS, SIZES[0])]
+  ("tuning", "sizes"), [(TOGETHER, SIZES[0]), (IN_TURNS, SIZES[0]), (IN_PAIRS, SIZES[0])]
 )
 def test_wgrad_has_no_race(tuning, sizes):
   with interpreted(races=True):
@@ -171,7 +171,7 @@ def test_wgrad_refuses_what_it_does_not_do():
   with pytest.raises(ValueError, match=r"filled_S: expected shape \(1,\), got \(3,\)"):
     filled = zeros(3, dtype=bool)
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, filled_S=filled)
-  with pytest.raises(ValueError, match="tuning: expected 'together', got 'deferred'"):
+  with pytest.raises(ValueError, match="tuning: expected 'together' or 'in_turns', got"):
     grouped_matmul_wgrad(
       zeros(256, 128), zeros(256, 128), sizes, 2, tuning=MatmulTuning("deferred")
     )

@@ -22,6 +22,8 @@ from pallas_kernels import (
   grouped_matmul_wgrad,
   make_room,
 )
+from pallas_kernels.matmul import layout
+from pallas_kernels.matmul.layout import UNIT, Tile
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.compute import experts
@@ -96,9 +98,19 @@ class Problem:
   def of(
     cls, name: str, model: str, rows: int, scale: int = 1, skew: float = 1.0, **slots: int
   ) -> "Problem":
-    """With all sizes but slots divided by ``scale``, and rounded up to what the kernels know."""
-    wide, inner = (-(-size // (128 * scale)) * 128 for size in SHAPES[model][:2])
-    return cls(name, model, max(rows // scale // 8 * 8, 256), wide, inner, skew, **slots)
+    """With all sizes but slots divided by ``scale``, and rounded up to what the kernels know.
+
+    Args:
+      name: as for the class.
+      model: one of ``SHAPES``, or D and F as in "2880x2880".
+      rows: as for the class, like the rest.
+      scale: to try it on a CPU.
+      skew: see above.
+      **slots: ``home`` and ``replica``.
+    """
+    sizes = SHAPES[model][:2] if model in SHAPES else map(int, model.split("x"))
+    wide, inner = (-(-size // (UNIT * scale)) * UNIT for size in sizes)
+    return cls(name, model, max(rows // scale // 8 * 8, 8), wide, inner, skew, **slots)
 
   @property
   def operation(self) -> str:
@@ -135,6 +147,13 @@ class Problem:
   def default(self) -> MatmulTuning:
     """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
     return make_room(self.operation.endswith("beside"))
+
+  def tile(self, tuning: MatmulTuning) -> Tile:
+    """What the kernel computes at a time in a tuning."""
+    rows, cols = self.widths
+    if self.operation.startswith("wgrad"):
+      return layout.choose_tile(rows, cols, 1, tuning)
+    return layout.choose_tile(256, cols, 2 if self.operation.startswith("gated") else 1, tuning)
 
   def parts(self) -> Parts:
     make = {"wgrad": _wgrad, "gated": _gated, "sum": _sum}

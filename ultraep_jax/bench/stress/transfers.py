@@ -135,7 +135,7 @@ def _check_combine(ops: Operations, salt: Array, routes: Any, scale: int) -> Arr
   gate_GTK = 1 / (1 << power_GTK.astype(jnp.int32)).astype(jnp.float32)
   wrong = jnp.int32(0)
   for i, (width, dtype, count, weighted) in enumerate(_COMBINED):
-    integer_CD = _integers(salt + 1 + i, (to.capacity, _cut(width, scale, 128)), count)
+    integer_CD = _integers(salt + 1 + i, (to.capacity, _cut(width, scale, 16)), count)
     rows_CD = jnp.where(used_C1, integer_CD.astype(dtype), jnp.asarray(jnp.nan, dtype))
     got_TD = ops.combine(rows_CD, gate_GTK if weighted else None, to)
     all_GCD = lax.all_gather(integer_CD.astype(dtype), AXIS)

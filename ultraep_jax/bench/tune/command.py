@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -69,7 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--shapes", nargs="+", choices=SHAPES, default=list(TUNED))
+  add(
+    "--shapes",
+    nargs="+",
+    type=_shape,
+    default=list(map(_shape, TUNED)),
+    metavar="SHAPE",
+    help=f"of {', '.join(SHAPES)}, DxF, or DxFxHOMExROWS, which stand for --home and --rows",
+  )
   operations = [*PROBLEMS, *tune_transfers.DEFAULTS]
   add(
     "--operations",
@@ -84,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--seconds", type=nonnegative, default=180.0, help="after which nothing is begun")
   add("--least-gain", type=nonnegative, default=0.01, help="that a candidate must have")
   add("--more", action="store_true", help="try more candidates")
+  add("--candidates", nargs="+", help="of matmuls, to try of these alone")
   add("--rounds", type=positive, default=5, help="turns of each candidate")
   add("--calls", type=positive, default=5, help="in each turn")
   add("--compile-workers", type=positive, default=16, help="threads")
@@ -116,28 +124,52 @@ def subjects(args: argparse.Namespace) -> list[Subject]:
   By default all, but on one device no transfers.
   """
   transfers = tune_transfers.DEFAULTS if jax.device_count() > 1 else ()
-  named = itertools.product(args.operations or [*transfers, *PROBLEMS], args.shapes)
+  shapes: Sequence[Shape] = args.shapes
+  named = itertools.product(args.operations or [*transfers, *PROBLEMS], shapes)
   found: dict[Any, Subject] = {}
-  for operation, model in named:
-    subject = (_matmul if operation in PROBLEMS else _transfer)(operation, model, args)
-    found.setdefault((subject.operation, subject.widths), subject)  # models may have some alike
+  for operation, shape in named:
+    subject = (_matmul if operation in PROBLEMS else _transfer)(operation, shape, args)
+    # Models may have some alike.
+    found.setdefault((subject.operation, subject.widths, shape.home, shape.rows), subject)
   return list(found.values())
 
 
-def _matmul(name: str, model: str, args: argparse.Namespace) -> Subject:
-  slots = {"home": args.home, "replica": args.replica}
-  problem = Problem.of(name, model, args.rows, args.scale, **slots)
-  tunings = {DEFAULT: problem.default, **tune_matmuls.candidates(problem, args.more)}
+class Shape(NamedTuple):
+  """Of a layer, and how many slots and rows its matmuls are timed with if it says so."""
+
+  model: str
+  home: int | None = None
+  rows: int | None = None
+
+
+def _shape(text: str) -> Shape:
+  sizes = text.split("x")
+  if text in SHAPES or len(sizes) == 2:
+    return Shape(text)
+  wide, inner, home, rows = sizes
+  return Shape(f"{wide}x{inner}", int(home), int(rows))
+
+
+def _problem(name: str, shape: Shape, args: argparse.Namespace) -> Problem:
+  slots = {"home": shape.home or args.home, "replica": args.replica}
+  return Problem.of(name, shape.model, shape.rows or args.rows, args.scale, **slots)
+
+
+def _matmul(name: str, shape: Shape, args: argparse.Namespace) -> Subject:
+  problem = _problem(name, shape, args)
+  found = tune_matmuls.candidates(problem, args.more)
+  tried = {label: found[label] for label in found if label in (args.candidates or found)}
+  tunings = {DEFAULT: problem.default, **tried}
   competing = tune_matmuls.contest(problem, tunings)
   return Subject(problem.operation, problem.widths, tunings, competing, problem.ratio)
 
 
-def _transfer(operation: str, model: str, args: argparse.Namespace) -> Subject:
+def _transfer(operation: str, shape: Shape, args: argparse.Namespace) -> Subject:
   axis_types = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=axis_types)
   if mesh.size < 2:
     raise CommandError(f"{operation}: expected several devices, got {mesh.size}")
-  problem = Problem.of("sum beside", model, args.rows, args.scale)
+  problem = _problem("sum beside", shape, args)
   tunings = {DEFAULT: tune_transfers.DEFAULTS[operation], **tune_transfers.candidates(operation)}
   competing = tune_transfers.contest(operation, problem, tunings, mesh)
   return Subject(operation, tune_transfers.widths(operation, problem), tunings, competing)

@@ -4,33 +4,49 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from pallas_kernels import MatmulTuning
+from pallas_kernels.matmul import row_tiles
+from pallas_kernels.matmul.layout import MatmulTuning, Tile
 from ultraep_jax.bench.contest import Contest
 from ultraep_jax.bench.kernels.matmul_problems import Problem
 
 _DEFERRED = MatmulTuning("deferred")
 _IN_TURNS = MatmulTuning("in_turns", stages=6)
+# Tiles whose columns divide, that read memory less often, or that have few rows too many.
+_TILES = {
+  "128 x 256": MatmulTuning(rows=128, cols=256),
+  "128 x 192": MatmulTuning(rows=128, cols=192),
+  "256 x 128": MatmulTuning(rows=256, cols=128),
+  "256 x 192": MatmulTuning(rows=256, cols=192, stages=3),
+  "in turns": _IN_TURNS,
+  "in turns, 128 x 192": MatmulTuning("in_turns", rows=128, cols=192),
+}
 _FEW = {
   "deferred": _DEFERRED,
-  "in turns": _IN_TURNS,
+  **_TILES,
   # A narrower band's weights stay in the cache, a wider one reads the rows less often.
   "deferred, band 1024": dataclasses.replace(_DEFERRED, band=1024),
   "deferred, band 4096": dataclasses.replace(_DEFERRED, band=4096),
+  "short last": MatmulTuning(short_last=True),
+  "by slot": MatmulTuning(short_last=False),
 }
 _FEW_OF_WGRAD = {
+  **_TILES,
+  "in turns, 64 x 256": MatmulTuning("in_turns", rows=64, cols=256),
   "band 1024": MatmulTuning(band=1024),
   "band 4096": MatmulTuning(band=4096),
-  "pairs": MatmulTuning(cluster=2),
-  "bare": MatmulTuning(auto_barriers=False),
 }
 _MORE = {
+  "128 x 384": MatmulTuning(rows=128, cols=384, stages=3),  # of two weights
   "band 1024": MatmulTuning(band=1024),
   "band 4096": MatmulTuning(band=4096),
+  "four waves": MatmulTuning(waves=4),
   "in turns, band 4096": dataclasses.replace(_IN_TURNS, band=4096),
   "in turns, band 1024": dataclasses.replace(_IN_TURNS, band=1024),
+  "bare": MatmulTuning(auto_barriers=False),
   "deferred, bare": dataclasses.replace(_DEFERRED, auto_barriers=False),
   "in turns, bare": dataclasses.replace(_IN_TURNS, auto_barriers=False),
   "in turns, 5 stages, 4 buffers": dataclasses.replace(_IN_TURNS, stages=5, buffers=4),
+  "pairs": MatmulTuning(cluster=2),
   "deferred, pairs": dataclasses.replace(_DEFERRED, cluster=2),
   "in turns, pairs": dataclasses.replace(_IN_TURNS, cluster=2),
 }
@@ -38,18 +54,36 @@ _MORE = {
 
 def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
   """Tunings to try beside the kernel's own, by a label."""
-  tried = {}
   wgrad = problem.operation.startswith("wgrad")
-  few = _FEW_OF_WGRAD if wgrad else _FEW
-  for label, tuning in (few | (_MORE if more else {})).items():
-    if wgrad and tuning.schedule != "together":
+  weights = 2 if problem.operation.startswith("gated") else 1
+  tried, known = {}, [_as_laid_out(problem, problem.default)]
+  for label, tuning in ((_FEW_OF_WGRAD if wgrad else _FEW) | (_MORE if more else {})).items():
+    if wgrad and tuning.schedule == "deferred":
       continue  # it has no other
     if problem.operation.endswith("beside") and tuning.cluster > 1:
       continue
+    tile = problem.tile(tuning)
+    if tuning.rows not in (None, tile.rows) or tuning.cols not in (None, tile.cols * weights):
+      continue  # the result has no room for it
     if tuning.band > problem.default.band >= problem.widths[-1]:
       continue  # all columns are in one band already
-    tried[label] = dataclasses.replace(tuning, waves=problem.default.waves)
+    if tuning.waves == 1:
+      tuning = dataclasses.replace(tuning, waves=problem.default.waves)
+    if (laid_out := _as_laid_out(problem, tuning)) not in known:
+      known.append(laid_out)
+      tried[label] = tuning
   return tried
+
+
+def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTuning]:
+  """What of a tuning is in use."""
+  short_last = tuning.short_last
+  if short_last is None:
+    short_last = row_tiles.short_comes_last(problem.rows, problem.home + problem.replica)
+  if problem.operation.startswith("wgrad"):
+    short_last = None
+  rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last)
+  return problem.tile(tuning), rest
 
 
 def contest(problem: Problem, tunings: Mapping[str, MatmulTuning]) -> Contest:

@@ -9,27 +9,33 @@ import pytest
 from grouped_rows import sizes_that_fit
 from hypothesis import example, given
 
-from pallas_kernels.matmul import rows as row_matmul
+from pallas_kernels.matmul import row_tiles as module
 
 CAPACITY, SLOTS = 1024, 6
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def row_tiles(sizes, tile, slots):
-  return row_matmul.row_tiles(CAPACITY, sizes, tile, slots)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def row_tiles(sizes, tile, slots, short_last):
+  return module.row_tiles(CAPACITY, sizes, tile, slots, short_last)
 
 
 @pytest.mark.parametrize(
-  ("tile", "slots"),
-  [(128, range(SLOTS)), (256, range(SLOTS)), (128, range(4)), (128, range(4, SLOTS))],
+  ("tile", "slots", "short_last"),
+  [
+    (128, range(SLOTS), True),
+    (256, range(SLOTS), False),
+    (128, range(4), False),
+    (128, range(4, SLOTS), True),
+  ],
 )
 @given(sizes=sizes_that_fit(CAPACITY, SLOTS))
 @example(sizes=np.zeros(SLOTS, np.int64))
 @example(sizes=np.array([0, 0, CAPACITY, 0, 0, 0]))
 @example(sizes=np.array([171, 171, 171, 171, 170, 170]))
 @example(sizes=np.array([1, 64, 65, 129, 193, 255]))
-def test_tiles_store_every_used_row_of_their_group(tile, slots, sizes):
-  slot, first, stored, count = np.asarray(row_tiles(jnp.array(sizes, jnp.int32), tile, slots))
+def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, sizes):
+  table = row_tiles(jnp.array(sizes, jnp.int32), tile, slots, short_last)
+  slot, first, stored, count = np.asarray(table)
   slot = slot + slots.start
   end = np.cumsum(sizes)
   slots_of_row = [set() for _ in range(CAPACITY)]
@@ -43,10 +49,11 @@ def test_tiles_store_every_used_row_of_their_group(tile, slots, sizes):
   wanted = [{s} & set(slots) for s in np.repeat(np.arange(SLOTS), sizes).tolist()]
   assert slots_of_row[: end[-1]] == wanted
   assert not any(slots_of_row[end[-1] :])
-  # No tile too many, and none longer than it must be; the short ones last.
+  # No tile too many, and none longer than it must be; the short ones last of all or of a slot.
   chosen = sizes[slots.start : slots.stop]
   assert count[0] == sum(-(-size // tile) for size in chosen)
   computed = -(-stored[: count[0]] // 64) * 64
   assert computed.sum() == sum(-(-size // 64) * 64 for size in chosen)
-  short = computed < tile
-  assert list(short) == sorted(short)
+  short = (computed < tile).tolist()
+  order = short if short_last else list(zip(slot[: count[0]].tolist(), short, strict=True))
+  assert order == sorted(order)

@@ -1,0 +1,60 @@
+"""Which rows each tile of grouped rows computes: a table that XLA makes before the kernel."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.layout import UNIT, Array, sum_before
+
+_LARGE_GROUP = 1024  # rows of a slot on average, of which a short tile is a small part
+
+
+def row_tiles(
+  capacity: int,
+  group_size_P: Array,
+  tile_rows: int,
+  slots: range,
+  short_last: bool | None = None,
+) -> Array:
+  """What each tile of rows of some slots computes.
+
+  Tiles begin where their group begins. What is left at the group's end is a tile of as many rows
+  as it needs, rounded up to ``UNIT``, that ends with the group, so that none crosses a border:
+  rows computed twice are stored twice, with the same bits. Only a group smaller than its tile has
+  a tile that is stored in part. Tiles of fewer rows come last or after their group's others; see
+  ``MatmulTuning.short_last``.
+
+  Returns:
+    ``[4, T]`` int32: slot, counted from the first of these; first row, rows to store, and in the
+    last line the number of tiles.
+  """
+  num_slots = len(slots)
+  if short_last is None:
+    short_last = short_comes_last(capacity, group_size_P.shape[0])
+  start_P = sum_before(group_size_P)[slots.start : slots.stop]
+  group_size_P = group_size_P[slots.start : slots.stop]
+  end_P = start_P + group_size_P
+  left_P = group_size_P % tile_rows
+  # A whole tile moved up is as good as one of the same size at the end.
+  rounded_P = -(-left_P // UNIT) * UNIT
+  short_P = ((left_P > 0) & (rounded_P < tile_rows)).astype(jnp.int32)
+  tiles = [-(-group_size_P // tile_rows) - short_P, short_P]
+  tiles_Q = jnp.concatenate(tiles) if short_last else jnp.stack(tiles, axis=1).reshape(-1)
+  before_Q = sum_before(tiles_Q)
+  tile_T = jnp.arange(capacity // tile_rows + num_slots, dtype=jnp.int32)
+  # Along the last axis: XLA makes one kernel of such a sum, and two of one along the first.
+  q_T = jnp.sum((before_Q + tiles_Q)[None, :] <= tile_T[:, None], axis=1, dtype=jnp.int32)
+  q_T = jnp.minimum(q_T, 2 * num_slots - 1)
+  slot_T = q_T % num_slots if short_last else q_T // 2
+  whole_T = q_T < num_slots if short_last else q_T % 2 == 0
+  rows_T = jnp.where(whole_T, tile_rows, rounded_P[slot_T])
+  first_T = start_P[slot_T] + (tile_T - before_Q[q_T]) * tile_rows
+  # Short tiles are counted apart from the whole ones before them: they end with their group.
+  first_T = jnp.where(whole_T, first_T, end_P[slot_T])
+  first_T = jnp.maximum(jnp.minimum(first_T, end_P[slot_T] - rows_T), start_P[slot_T])
+  stored_T = jnp.minimum(group_size_P[slot_T], rows_T)
+  num_tiles_T = jnp.broadcast_to(jnp.sum(tiles_Q, dtype=jnp.int32), tile_T.shape)
+  return jnp.stack([slot_T, first_T, stored_T, num_tiles_T])
+
+
+def short_comes_last(capacity: int, num_slots: int) -> bool:
+  """Where ``MatmulTuning.short_last`` does not say it."""
+  return capacity >= _LARGE_GROUP * num_slots
