@@ -134,3 +134,30 @@ def test_expert_backward_is_the_gradient(activation):
   chex.assert_trees_all_equal(got.copies, replica)
   got = (got.rows_CD[:used], got.gate_C[:used], got.home)
   chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_gates_count_in_float32_among_rows_in_bfloat16():
+  """A row in each slot, so that every product can be told from its rounding."""
+  rng = np.random.default_rng(0)
+  width, inner, slots = 8, 256, HOME + REPLICA
+
+  def low(*shape):
+    return normal(rng, *shape).astype(jnp.bfloat16)
+
+  rows, grad, gate = low(slots, width), low(slots, width), normal(rng, slots)
+  weights = ExpertWeights(
+    low(slots, width, inner), low(slots, width, inner), low(slots, inner, width)
+  )
+  home = jax.tree.map(lambda leaf: leaf[:HOME], weights)
+  replicas = Replicas(jax.tree.map(lambda leaf: leaf[HOME:], weights))
+  sizes = jnp.ones(slots, jnp.int32)
+  hidden = experts.Hidden(low(slots, inner), low(slots, inner))
+  got = experts.expert_backward(grad, gate, rows, hidden, home, replicas, sizes, jax.nn.relu)
+
+  gated = np.asarray(jax.nn.relu(hidden.gate_CF) * hidden.up_CF, np.float64)
+  product = (gated * np.asarray(gate, np.float64)[:, None]).astype(jnp.bfloat16)
+  outer = np.asarray(product, np.float64)[:, :, None] * np.asarray(grad, np.float64)[:, None]
+  np.testing.assert_array_equal(got.home.wo, outer.astype(np.float32))
+  ungated = experts.grouped_matmul(grad, home.wo, weights.wo[HOME:], sizes, transpose_rhs=True)
+  summed = (gated * np.asarray(ungated, np.float64)).sum(axis=1)
+  np.testing.assert_allclose(got.gate_C, summed, rtol=1e-5, atol=1e-5)

@@ -45,6 +45,7 @@ _REFERENCES = 4  # and how many threads refer to it, which is no part of its ide
 # Numbers that no named barrier has.
 _BLOCK_BARRIER, _CLUSTER_BARRIER = -1, -2
 
+_faults: list[str] = []  # of the kernels that have ended
 _changed = threading.Condition()
 _here = threading.local()
 _patience = [20.0]
@@ -55,10 +56,11 @@ def interpreted(patience: float = 20.0) -> Iterator[None]:
   """Runs kernels interpreted; a wait longer than ``patience`` seconds is an error.
 
   Raises:
-    AssertionError: on leaving, if a race was found.
+    AssertionError: on leaving, if a kernel had a race or left a semaphore that is not zero.
   """
   install()
   _patience[0] = patience
+  _faults.clear()
   interpret_pallas_call.reset_gpu_interpret_mode_state()
   try:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -67,8 +69,7 @@ def interpreted(patience: float = 20.0) -> Iterator[None]:
   except BaseException:
     dispatch.runtime_tokens.clear()  # else every later computation fails too
     raise
-  races = interpret_pallas_call.get_races()
-  assert races is None or not races.races_found, "the kernel has a race"
+  assert not _faults, _faults
 
 
 @functools.cache
@@ -110,6 +111,24 @@ def _patch_devices() -> None:
     return token
 
   gpu_callbacks._update_clocks_for_device_barrier = start_or_finish
+  clear = gpu_callbacks._clear_shared_memory
+
+  def clear_and_judge() -> None:
+    """Once all devices have ended a kernel."""
+    _faults.extend(_found(gpu_callbacks._get_shared_memory(), gpu_callbacks.get_races()))
+    clear()
+
+  gpu_callbacks._clear_shared_memory = clear_and_judge
+
+
+def _found(shared: Any, races: Any) -> Iterator[str]:
+  """What is wrong with a kernel that has ended."""
+  if races.races_found:
+    yield "the kernel has a race"
+  # Whose signal it is, the next kernel would take for its own.
+  values = [value for value, _ in shared.__dict__.get("semaphores", {}).values()]
+  if any(values):
+    yield f"the kernel leaves {sum(map(bool, values))} semaphores of {len(values)} above zero"
 
 
 def _read_results(shared: Any, device: Any) -> None:

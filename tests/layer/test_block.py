@@ -32,6 +32,14 @@ def test_router_rounds_no_operand(dtype):
   assert (np.abs(logits - wide[0] @ wide[1]) / size).max() < 1e-6
 
 
+def test_tokens_of_a_single_channel_give_the_router_itself():
+  """All 24 bits of it."""
+  router_DE = problem(jnp.bfloat16)[1]
+  for dtype in (jnp.bfloat16, jnp.float32):
+    one = jax.jit(router_logits)(jnp.eye(512, dtype=dtype), router_DE)
+    np.testing.assert_array_equal(one, router_DE)
+
+
 def test_router_gradients_of_bfloat16_are_those_of_the_float32_matmul():
   x, router_DE, weight = problem(jnp.bfloat16)
 

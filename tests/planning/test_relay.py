@@ -268,3 +268,15 @@ def test_bad_arguments():
     relay.transfer_tree(slots.astype(jnp.float32), num_experts=8)
   with pytest.raises(ValueError, match="parent_GS: expected shape"):
     relay.depth(slots, slots[:2], 8)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 7, 9])
+def test_depth_of_a_chain_through_all_ranks(num_ranks):
+  """The deepest tree that there is, in whatever order it visits the ranks."""
+  order = np.random.default_rng(num_ranks).permutation(num_ranks).astype(np.int32)
+  expert_GS = np.full((num_ranks, 2), -1, np.int32)
+  parent_GS = expert_GS.copy()
+  depth = compiled_depth(num_ranks)
+  for links, (giver, taker) in enumerate(itertools.pairwise(order), 1):
+    expert_GS[taker, links % 2], parent_GS[taker, links % 2] = order[0], giver
+    assert depth(jnp.asarray(expert_GS), jnp.asarray(parent_GS)) == links

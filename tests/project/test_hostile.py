@@ -1,6 +1,7 @@
 """Every command with hostile values of every option: it ends with a status and says why."""
 
 import argparse
+import functools
 import itertools
 import os
 import pathlib
@@ -11,11 +12,13 @@ import zipfile
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import traces
 
-from ultraep_jax import cli
+import ultraep_jax as uep
+from ultraep_jax import cli, implementation
 from ultraep_jax.commands import bench, paper, view
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.errors import CommandError
@@ -332,3 +335,17 @@ def test_recorded_loads_of_other_shapes(tmp_path, capsys):
     line = [*CHEAP["simulate"].split(), f"--loads={tmp_path / 'loads.npy'}"]
     status, said = run(capsys, line)
     assert status == 1 and "loads: expected" in said, said
+
+
+def test_kernels_on_a_cpu_say_what_they_need(caplog):
+  """Before they say which sizes they take."""
+  shape = jax.ShapeDtypeStruct
+  weights = uep.ExpertWeights(*[shape((4, 32, 32), jnp.bfloat16)] * 3)
+  tokens = shape((64, 32), jnp.bfloat16), shape((64, 2), jnp.int32), shape((64, 2), jnp.float32)
+  config = uep.BalanceConfig(implementation="mosaic_gpu", replica_slots=2)
+  implementation._warn_once.cache_clear()
+  with jax.set_mesh(jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])):
+    layer = functools.partial(uep.sharded_moe, config=config)
+    with pytest.raises(NotImplementedError, match=r"Hopper GPUs\): the kernels need NVIDIA GPUs"):
+      jax.eval_shape(layer, *tokens, weights)
+  assert "(kernels for Hopper GPUs) does not run: the kernels need NVIDIA GPUs" in caplog.text

@@ -13,7 +13,7 @@ import ultraep_jax as uep
 from ultraep_jax.simulate import balancers, calibration, traffic
 from ultraep_jax.simulate.calibration import for_cluster, load_calibration, parse
 from ultraep_jax.simulate.clusters import CLUSTERS
-from ultraep_jax.simulate.cost import Setting, copy_seconds, layer_times
+from ultraep_jax.simulate.cost import Setting, copy_seconds, exchange_seconds, layer_times
 from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.run import band, share_of_ideal, simulate, step_seconds
 from ultraep_jax.simulate.validation import points
@@ -196,6 +196,42 @@ class TestCost:
     careless = dataclasses.replace(big, locality=False)
     times = [layer_times(s, made, quota.placed)[0].exchange[0, 0] for s in (big, careless)]
     assert times[0] < times[1]
+
+  def test_bytes_of_everything_that_moves(self):
+    """In bf16, but dispatch as it is told, gradients in float32, and all that trains an expert."""
+    fast = dict.fromkeys(("dispatch_rate", "combine_rate", "network_rate"), 1e29)
+    rates = RATES.replace("test", **fast, copy_rate=1.0, reduce_rate=1.0, exchange_seconds=0.0)
+    exposed = {"copy_seconds": 0.0, "copy_hop_seconds": 0.0, "reduce_exposed": 1.0}
+    rates = rates.replace("test", **exposed, copy_exposed_forward=1.0)
+    case = setting(calibration=rates, domain_size=2)
+    outcomes = simulate(np.repeat(small_loads(1), 2, axis=0), case, ("quota", "eplb"), period=1)
+    quota, moves = outcomes["quota"], outcomes["eplb"]
+
+    params, placed = SMALL.expert_params, quota.placed
+    busiest = np.maximum(placed.egress.max(axis=-1), placed.ingress.max(axis=-1))
+    assert busiest.min() > 0 and moves.placed.moved.max() > 0
+    np.testing.assert_allclose(quota.forward.copy, 2 * params * busiest)
+    np.testing.assert_allclose(quota.backward.reduce, 4 * params * placed.direct)
+    trained = 2 + 4 + 4 + 4  # the weight, its float32 copy, two moments
+    moved = params * moves.placed.moved.max(axis=-1)
+    np.testing.assert_allclose(moves.forward.move, trained * moved)
+    served = dataclasses.replace(case, training=False)
+    balancer = balancers.make("eplb", uep.BalanceConfig(replica_slots=2), case.plan_cost, period=1)
+    np.testing.assert_allclose(layer_times(served, balancer, moves.placed)[0].move, 2 * moved)
+
+    def exchange(token_bytes, **slow):
+      own = dataclasses.replace(
+        case, token_bytes=token_bytes, calibration=rates.replace("test", **slow)
+      )
+      return exchange_seconds(own, placed)
+
+    both = exchange(2, dispatch_rate=1.0, combine_rate=1.0)
+    np.testing.assert_allclose(exchange(2, dispatch_rate=1.0), both / 2)
+    np.testing.assert_allclose(exchange(1, dispatch_rate=1.0), both / 4)
+    np.testing.assert_allclose(exchange(1, combine_rate=1.0), both / 2)
+    network = exchange(2, network_rate=1.0)
+    np.testing.assert_allclose(exchange(1, network_rate=1.0), network * 3 / 4)
+    assert both.min() > 0 and network.min() > 0
 
   def test_training_has_a_backward_pass_and_prefill_none(self):
     loads = small_loads()

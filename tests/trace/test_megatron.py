@@ -1,5 +1,6 @@
 """Importing Megatron-LM's router traces."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -64,6 +65,32 @@ def test_loads_and_plans(tmp_path):
   np.testing.assert_array_equal(trace.after_NG, trace.planned_NG)
   assert trace.imbalance_after_N.max() < trace.imbalance_before_N.min()
   np.testing.assert_array_equal(trace.replica_bytes_N, 10 * trace.replicas_N)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_what_is_counted_of_a_plan(slots, tmp_path):
+  """One assignment at a time; neither domains nor buffers divide the loads."""
+  rng = np.random.default_rng(0)
+  index_NGTK = rng.integers(0, E, (4, G, 13, K)) * (rng.random((4, G, 1, K)) < 0.6)
+  for rank in range(G):
+    write(tmp_path / "from", [record(s, 0, index_NGTK[s, rank]) for s in range(4)], rank)
+  config = BalanceConfig(
+    objective="balance", replica_slots=slots, domain_size=2, capacity_factor=1.0
+  )
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E, config=config)
+  uneven = 0
+  for i, index_GTK in enumerate(index_NGTK):
+    home_GTK = index_GTK // (E // G)
+    of_domain = np.bincount(home_GTK.reshape(-1) // 2, minlength=G // 2)
+    assert trace.floor_N[i] == next(n for n in itertools.count() if 2 * n >= of_domain.max())
+    dest_GTK = testing.brute_force_routes(index_GTK, trace.plan(i))[0]
+    after_G = np.bincount(dest_GTK.reshape(-1), minlength=G)
+    np.testing.assert_array_equal(trace.after_NG[i], after_G)
+    rows = 32  # of 13 * 2 assignments, in eights
+    assert trace.rounds_N[i] == next(n for n in itertools.count(1) if n * rows >= after_G.max())
+    assert trace.remote_N[i] == (dest_GTK != np.arange(G)[:, None, None]).sum()
+    uneven += of_domain.max() % 2
+  assert uneven and (trace.rounds_N > 1).any()
 
 
 def test_groups_of_ranks(tmp_path):
