@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from pallas_kernels.matmul.gated import Gated, gated_beside, gated_matmul
   from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
-  from pallas_kernels.matmul.layout import MatmulTuning, make_room
+  from pallas_kernels.matmul.layout import UNIT, MatmulTuning, Tile, choose_tile, make_room
+  from pallas_kernels.matmul.row_tiles import short_comes_last
   from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
@@ -34,16 +35,19 @@ if TYPE_CHECKING:
 __all__ = [
   "COMBINING",
   "SCALED",
+  "UNIT",
   "UNTUNED",
   "ExchangeTuning",
   "Gated",
   "MatmulTuning",
   "RoutingTuning",
+  "Tile",
   "Transfer",
   "TransferTuning",
   "Tunings",
   "check_mesh",
   "check_sizes",
+  "choose_tile",
   "combine",
   "dispatch",
   "dispatch_scaled",
@@ -60,6 +64,7 @@ __all__ = [
   "replicate",
   "replication",
   "route_rows",
+  "short_comes_last",
   "sum_beside",
   "top_k",
   "wgrad_beside",
@@ -68,7 +73,8 @@ __all__ = [
 _MODULES = {
   "matmul.gated": ("Gated", "gated_beside", "gated_matmul"),
   "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
-  "matmul.layout": ("MatmulTuning", "make_room"),
+  "matmul.layout": ("UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
+  "matmul.row_tiles": ("short_comes_last",),
   "matmul.wgrad": ("grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),

@@ -12,9 +12,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
+  UNIT,
   Gated,
   MatmulTuning,
+  Tile,
   Transfer,
+  choose_tile,
   gated_beside,
   gated_matmul,
   grouped_matmul,
@@ -22,8 +25,6 @@ from pallas_kernels import (
   grouped_matmul_wgrad,
   make_room,
 )
-from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.layout import UNIT, Tile
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.compute import experts
@@ -152,8 +153,8 @@ class Problem:
     """What the kernel computes at a time in a tuning."""
     rows, cols = self.widths
     if self.operation.startswith("wgrad"):
-      return layout.choose_tile(rows, cols, 1, tuning)
-    return layout.choose_tile(256, cols, 2 if self.operation.startswith("gated") else 1, tuning)
+      return choose_tile(rows, cols, 1, tuning)
+    return choose_tile(256, cols, 2 if self.operation.startswith("gated") else 1, tuning)
 
   def parts(self) -> Parts:
     make = {"wgrad": _wgrad, "gated": _gated, "sum": _sum}

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from pallas_kernels.matmul import row_tiles
-from pallas_kernels.matmul.layout import MatmulTuning, Tile
+from pallas_kernels import MatmulTuning, Tile, short_comes_last
 from ultraep_jax.bench.contest import Contest
 from ultraep_jax.bench.kernels.matmul_problems import Problem
 
@@ -79,7 +78,7 @@ def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTu
   """What of a tuning is in use."""
   short_last = tuning.short_last
   if short_last is None:
-    short_last = row_tiles.short_comes_last(problem.rows, problem.home + problem.replica)
+    short_last = short_comes_last(problem.rows, problem.home + problem.replica)
   if problem.operation.startswith("wgrad"):
     short_last = None
   rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last)
