@@ -119,8 +119,13 @@ def measured_moe(
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
     num_rounds = mesh_max(route.num_rounds(plan, capacity), same_along=axis_name)
 
+  copies = bool(plan.replica_expert.shape[1])
   routing = rounds.Routing(
-    plan.replica_expert, plan.parent, home_rows(plan.quota), routes, num_rounds
+    replica_expert_GS=plan.replica_expert if copies else None,
+    parent_GS=plan.parent if copies else None,
+    home_rows_G=home_rows(plan.quota),
+    routes=routes,
+    rounds=num_rounds,
   )
   routing = rounds.named(routing, PLAN_NAME)
   implementations = implementation.resolve(config.implementation)

@@ -42,8 +42,9 @@ class Static(NamedTuple):
 class Routing(NamedTuple):
   """The integers that the movers need."""
 
-  replica_expert_GS: Array
-  parent_GS: Array
+  # Both ``None`` without slots: XLA's GPU compiler crashes over empty residuals (jax 0.11.2).
+  replica_expert_GS: Array | None
+  parent_GS: Array | None
   home_rows_G: Array  # of each rank, those that its home experts compute
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
@@ -219,14 +220,21 @@ def _replicas(
   """The home weights in the compute dtype, and the way to their copies."""
   return replicate.Replicas(
     jax.tree.map(lambda leaf: leaf.astype(dtype), weights),
-    routing.replica_expert_GS,
-    routing.parent_GS,
+    *_placement(routing),
     routing.home_rows_G,
     static.axis_name,
     static.domain_size,
     static.implementations,
     static.tunings,
   )
+
+
+def _placement(routing: Routing) -> tuple[Array, Array]:
+  """The experts and senders of the slots."""
+  if routing.replica_expert_GS is None or routing.parent_GS is None:
+    none_GS = jnp.zeros((routing.home_rows_G.shape[0], 0), jnp.int32)
+    return none_GS, none_GS
+  return routing.replica_expert_GS, routing.parent_GS
 
 
 def _run_round(
@@ -243,9 +251,8 @@ def _run_round(
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
   if "mosaic_gpu" in static.implementations:
     rows_CD, routing = _once_there(rows_CD, routing)
-    replicas = dataclasses.replace(
-      replicas, replica_expert_GS=routing.replica_expert_GS, parent_GS=routing.parent_GS
-    )
+    placed_GS, parent_GS = _placement(routing)
+    replicas = dataclasses.replace(replicas, replica_expert_GS=placed_GS, parent_GS=parent_GS)
   out = experts.expert_forward(
     rows_CD,
     replicas.home,
