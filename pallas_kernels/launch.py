@@ -42,7 +42,7 @@ def launch(
       what it does not write stays.
     reaches_others: whether it writes into the memory of other GPUs.
     kernel_name: in traces.
-    scratch_types: as ``plgpu.kernel`` takes them.
+    scratch_types: as ``plgpu.kernel`` takes them; see ``check_shared``.
     options: further ones of ``plgpu.kernel``.
 
   Returns:
@@ -51,11 +51,7 @@ def launch(
   Raises:
     NotImplementedError: a block has not enough shared memory.
   """
-  most = support.shared_bytes()
-  if (needed := shared_bytes(scratch_types)) > most:
-    raise NotImplementedError(
-      f"{kernel_name}: expected at most {most} bytes of shared memory, got {needed}"
-    )
+  check_shared(kernel_name, scratch_types)
   kernel = plgpu.kernel(
     body, out_type=list(out_type), scratch_types=scratch_types, kernel_name=kernel_name, **options
   )
@@ -63,6 +59,15 @@ def launch(
     operands, updated = _in_own_memory(operands), _in_own_memory(updated)
   results = _updating(kernel, operands, out_type, updated) if updated else kernel(*operands)
   return _in_own_memory(results) if reaches_others else list(results)
+
+
+def check_shared(kernel_name: str, scratch_types: Iterable[Any]) -> None:
+  """Raises NotImplementedError unless a block has shared memory for these buffers and barriers."""
+  most = support.shared_bytes()
+  if (needed := shared_bytes(scratch_types)) > most:
+    raise NotImplementedError(
+      f"{kernel_name}: expected at most {most} bytes of shared memory, got {needed}"
+    )
 
 
 def shared_bytes(scratch_types: Iterable[Any]) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import check_shared, launch
 from pallas_kernels.planner import place as plan_place
 from pallas_kernels.planner import probes as plan_probes
 from pallas_kernels.planner.probes import (
@@ -165,3 +165,6 @@ def _check_size(problem: Problem) -> None:
       "num_slots, domain_size: expected replica slots and ranks to share, got "
       f"{problem.num_slots} and {problem.domain_size}"
     )
+  # Of the second kernel too before the first is launched.
+  check_shared("plan_probes", _shared(Tables.sizes(problem)))
+  check_shared("plan_quotas", _shared(plan_place.sizes(problem)))

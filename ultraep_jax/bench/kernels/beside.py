@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
 def make_plan(ranks: int, tokens: int, top_k: int, ratio: float) -> _Plan:
   """The planner's, for skewed loads."""
   load_GE = testing.zipf_loads(1, _HOME * ranks, ranks, tokens, top_k, ratio)
-  config = BalanceConfig(objective="balance", implementation="portable")
+  config = BalanceConfig(replica_slots=_SLOTS, objective="balance", implementation="portable")
   with jax.default_device(jax.local_devices(backend="cpu")[0]):
     plan = jax.device_get(plan_quotas(jnp.asarray(load_GE), config))
   rank_G = np.arange(ranks)

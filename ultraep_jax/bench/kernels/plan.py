@@ -251,7 +251,7 @@ def time_routes(
 ) -> None:
   load_GE = testing.zipf_loads(0, num_experts, num_ranks, tokens, 8, 2.0)
   index_TK = testing.expert_indices(0, load_GE, 8)[0]
-  config = BalanceConfig(objective="balance")
+  config = BalanceConfig(replica_slots=2, objective="balance")
   plan = planner.plan_quotas(jnp.asarray(load_GE), config)
 
   args = (jnp.asarray(index_TK), jnp.asarray(load_GE), plan, jnp.int32(0))
@@ -264,7 +264,7 @@ def check_routes(
   num_experts: int, num_ranks: int, tokens: int, count: int, tuning: RoutingTuning
 ) -> None:
   """Raises AssertionError unless all routes are equal bit for bit."""
-  config = BalanceConfig(objective="balance")
+  config = BalanceConfig(replica_slots=2, objective="balance")
   rng = np.random.default_rng(0)
 
   @jax.jit

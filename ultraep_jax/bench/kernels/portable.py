@@ -106,7 +106,7 @@ def plan_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   for num_experts, ranks in ((64, 4), (256, 64)):
     load_GE = testing.zipf_loads(0, num_experts, ranks, 8192 // scale, 8, 2.0)
     index_GTK = testing.expert_indices(0, load_GE, 8)
-    config = BalanceConfig(objective="balance")
+    config = BalanceConfig(replica_slots=2, objective="balance")
     loads = jnp.tile(jnp.asarray(load_GE), (mesh.size, 1))
     routed = plan_quotas(jnp.asarray(load_GE), config)
 
@@ -305,7 +305,7 @@ def layer_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   )
 
   def forward(strategy: str, x_TD: Array, index_TK: Array, *leaves: Array) -> Array:
-    config = BalanceConfig(strategy=strategy, objective="balance")
+    config = BalanceConfig(replica_slots=2, strategy=strategy, objective="balance")
     gate_TK = jnp.full(index_TK.shape, 1 / top_k, jnp.float32)
     return moe(x_TD, index_TK, gate_TK, ExpertWeights(*leaves), config=config)[0]
 

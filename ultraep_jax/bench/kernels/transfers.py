@@ -75,7 +75,9 @@ def _tuning_of(text: str) -> TransferTuning:
 def planner(args: argparse.Namespace) -> BalanceConfig:
   """Whose plans are timed."""
   # On a CPU, where "auto" would see the process's GPUs and choose kernels.
-  return BalanceConfig(objective=args.objective, target=args.target, implementation="portable")
+  return BalanceConfig(
+    replica_slots=2, objective=args.objective, target=args.target, implementation="portable"
+  )
 
 
 def random_placement(rng: np.random.Generator, ranks: int, home: int, slots: int) -> Placement:

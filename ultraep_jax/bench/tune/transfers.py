@@ -162,7 +162,8 @@ def _weights(
   """Copies for a skewed load, or their gradients' way home; alone or beside the layer's matmul."""
   ranks, size = mesh.size, 3 * problem.wide * problem.inner
   # The portable planner: on a CPU "auto" would see the process's GPUs and choose kernels.
-  cases = time_cases(ranks, BalanceConfig(objective="balance", implementation="portable"))
+  config = BalanceConfig(replica_slots=REPLICA, objective="balance", implementation="portable")
+  cases = time_cases(ranks, config)
   ratio = "ratio 2.0" if ranks > 2 else "ratio 1.5"
   replica_GS, parent_GS = next(case for name, case in cases.items() if name.startswith(ratio))
   filled = replica_GS.reshape(-1) >= 0
