@@ -150,7 +150,11 @@ def test_close_in_a_callback(monkeypatch, caplog, caller, drain, driver):
     for future in futures:
       future.add_done_callback(close)
   with caplog.at_level(logging.ERROR):
-    DRIVERS[driver](engine, futures)
+    if driver == "run_batch":
+      assert engine.run_batch() == PER_BATCH  # and then the others, as nobody else will
+    else:
+      DRIVERS[driver](engine, futures)
+    assert not concurrent.futures.wait(futures, timeout=WAIT).not_done
     engine.close(drain=drain)
   assert not caplog.records
   assert_all_ended(engine, futures)
@@ -278,6 +282,31 @@ def test_only_one_thread_runs_programs(monkeypatch, other):
   engine.close()
   started[0].join(timeout=WAIT)
   assert_all_ended(engine, futures)
+
+
+def test_one_thread_is_started(monkeypatch):
+  """By the first of two calls, while the second one waits for it."""
+  errors, others = [], []
+
+  def start():
+    with pytest.raises(RuntimeError, match="expected one that was not started") as caught:
+      engine.start()
+    errors.append(caught.value)
+
+  def at(stage):
+    if stage == "compile" and not others:
+      others.append(threading.Thread(target=start))
+      others[0].start()
+      assert engine._turn.asked.wait(timeout=WAIT)
+
+  engine = make_engine(monkeypatch, at)
+  engine._turn = AskedLock()
+  engine.start()
+  future, thread = engine.submit([5]), engine._thread
+  assert future.result(timeout=WAIT).token == 5
+  engine.close()
+  others[0].join(timeout=WAIT)
+  assert len(errors) == 1 and engine._thread is thread and not thread.is_alive()
 
 
 def test_requests_of_many_threads_that_cancel(monkeypatch):
