@@ -1,5 +1,6 @@
 """An engine whose programs are NumPy: nothing compiles, so tests can look at all the rest."""
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,36 @@ CONFIG = serve.EngineConfig(buckets=(4, 8), alignment=2, max_requests=2, queue_l
 ROWS = 2
 NAN_TOKEN = 99  # the logits behind it are not finite
 STAGES = ("compile", "pack", "run", "cut", "land")
+PER_BATCH = ROWS * CONFIG.max_requests
+WAIT = 20  # seconds that only a fault takes
+
+
+def run_in_thread(engine: serve.PrefillEngine, futures: list[Any]) -> None:
+  engine.start()
+  concurrent.futures.wait(futures, timeout=WAIT)
+
+
+def run_by_hand(engine: serve.PrefillEngine, futures: list[Any]) -> None:
+  while engine.run_batch():
+    pass
+
+
+DRIVERS = {
+  "thread": run_in_thread,
+  "run_batch": run_by_hand,
+  "close": lambda engine, futures: engine.close(),
+}
+
+
+def assert_all_ended(engine: serve.PrefillEngine, futures: list[Any]) -> None:
+  """Those who wait wake up, and each request is in one count."""
+  assert not concurrent.futures.wait(futures, timeout=WAIT).not_done
+  cancelled = sum(future.cancelled() for future in futures)
+  failed = sum(not f.cancelled() and f.exception(timeout=0) is not None for f in futures)
+  seen = engine.metrics()
+  assert (seen.waiting, seen.running) == (0, 0)
+  assert (seen.submitted, seen.cancelled, seen.failed) == (len(futures), cancelled, failed)
+  assert seen.completed == len(futures) - cancelled - failed
 
 
 class HasLoads(NamedTuple):

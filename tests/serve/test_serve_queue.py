@@ -1,53 +1,24 @@
 """Every request has one outcome and is counted once, whatever ends it, its batch or the engine."""
 
 import concurrent.futures
-import gc
 import itertools
-import logging
 import sys
 import threading
-import weakref
 
 import numpy as np
 import pytest
-from host_programs import CONFIG, ROWS, STAGES, HasLoads, make_engine
+from host_programs import (
+  CONFIG,
+  DRIVERS,
+  PER_BATCH,
+  STAGES,
+  WAIT,
+  HasLoads,
+  assert_all_ended,
+  make_engine,
+)
 
 from ultraep_jax import serve
-
-PER_BATCH = ROWS * CONFIG.max_requests
-WAIT = 20  # seconds that only a fault takes
-
-
-def run_in_thread(engine, futures):
-  engine.start()
-  concurrent.futures.wait(futures, timeout=WAIT)
-
-
-def run_by_hand(engine, futures):
-  while engine.run_batch():
-    pass
-
-
-DRIVERS = {
-  "thread": run_in_thread,
-  "run_batch": run_by_hand,
-  "close": lambda engine, futures: engine.close(),
-}
-
-
-def assert_all_ended(engine, futures):
-  """Those who wait wake up, and each request is in one count."""
-  assert not concurrent.futures.wait(futures, timeout=WAIT).not_done
-  seen = engine.metrics()
-  assert (seen.waiting, seen.running) == (0, 0)
-  cancelled = [future for future in futures if future.cancelled()]
-  failed = [f for f in futures if not f.cancelled() and f.exception(timeout=0)]
-  assert (seen.submitted, seen.cancelled, seen.failed) == (
-    len(futures),
-    len(cancelled),
-    len(failed),
-  )
-  assert seen.completed == len(futures) - len(cancelled) - len(failed)
 
 
 class Raiser:
@@ -130,153 +101,44 @@ def test_a_cancelled_request_wakes_those_who_wait(monkeypatch, cancels, ends):
   assert_all_ended(engine, [victim, other])
 
 
-# --- calls from callbacks ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("drain", [True, False])
-@pytest.mark.parametrize("caller", ["future", "on_stats"])
-def test_close_in_a_callback(monkeypatch, caplog, caller, drain, driver):
-  def close(*_):
-    engine.close(drain=drain)
-    with pytest.raises(RuntimeError, match="closed"):
-      engine.submit([1])
-
-  options = {"on_stats": close} if caller == "on_stats" else {}
-  engine = make_engine(monkeypatch, **options)
-  engine._programs.stats = HasLoads()
-  futures = [engine.submit([1, 2, i]) for i in range(3 * PER_BATCH)]
-  if caller == "future":
-    for future in futures:
-      future.add_done_callback(close)
-  with caplog.at_level(logging.ERROR):
-    DRIVERS[driver](engine, futures)
-    engine.close(drain=drain)
-  assert not caplog.records
-  assert_all_ended(engine, futures)
-  assert engine._thread is None or not engine._thread.is_alive()
-  if drain:
-    assert [future.result().token for future in futures] == list(range(len(futures)))
-  else:
-    assert futures[0].result().token == 0 and futures[-1].cancelled()
-
-
-def test_an_engine_is_not_run_from_its_callbacks(monkeypatch):
-  errors = []
-
-  def call(future):
-    for function in (engine.run_batch, engine.start):
-      try:
-        function()
-      except RuntimeError as error:
-        errors.append(str(error))
-
+def test_cancelled_at_the_instant_of_its_result(monkeypatch):
+  """Between the cancelling and what it calls, the engine has the result."""
   engine = make_engine(monkeypatch)
-  futures = [engine.submit([i]) for i in range(2 * PER_BATCH)]
-  futures[0].add_done_callback(call)
-  assert engine.run_batch() == PER_BATCH
-  assert errors == ["engine: expected a call from outside of its callbacks"] * 2
-  assert engine.run_batch() == PER_BATCH  # still alive
-  assert_all_ended(engine, futures)
-
-
-@pytest.mark.parametrize("event", ["result", "error", "cancel", "close", "refuse all"])
-def test_callbacks_are_called_without_the_lock(monkeypatch, event):
-  """One that waits for another thread, which asks the engine, does not hang."""
-
-  def at(stage):
-    if stage == "run" and event == "error":
-      raise ValueError
-    if stage == "pack" and event == "refuse all":
-      raise KeyboardInterrupt
-
-  engine, seen = make_engine(monkeypatch, at), []
-
-  def ask(future):
-    asking = threading.Thread(target=lambda: seen.append(engine.metrics()), daemon=True)
-    asking.start()
-    asking.join(timeout=WAIT)
-
   future = engine.submit([1])
-  future.add_done_callback(ask)
-  if event == "cancel":
-    future.cancel()
-  elif event == "close":
-    engine.close(drain=False)
-  elif event == "refuse all":
-    with pytest.raises(KeyboardInterrupt):
-      engine.run_batch()
-  else:
-    engine.run_batch()
-  (metrics,) = seen  # and the request is counted by then
-  assert (metrics.completed, metrics.failed, metrics.cancelled, metrics.running) == {
-    "result": (1, 0, 0, 0),
-    "error": (0, 1, 0, 0),
-    "refuse all": (0, 1, 0, 0),
-  }.get(event, (0, 0, 1, 0))
+  taken = engine._take(only_full=False)
+  (request,) = taken[0]
+  callbacks = future._invoke_callbacks
+
+  def first_the_result():
+    engine._queue.finish(request, serve.RequestFailed("too late"))
+    callbacks()
+
+  future._invoke_callbacks = first_the_result
+  assert future.cancel()
+  assert_all_ended(engine, [future])
+  assert future.cancelled()
 
 
-# --- life -------------------------------------------------------------------------------------
-
-
-def test_closed_and_started_twice(monkeypatch):
-  engine = make_engine(monkeypatch)
-  future = engine.submit([7])
-  engine.start()
-  for call in (engine.start, engine.run_batch):
-    with pytest.raises(RuntimeError, match="expected"):
-      call()
-  assert future.result(timeout=WAIT).token == 7
-  engine.close()
+def test_no_batch_is_made_of_requests_that_are_being_cancelled(monkeypatch):
+  engine, seen = make_engine(monkeypatch), []
+  first, second = engine.submit([1]), engine.submit([2])
+  first.add_done_callback(
+    lambda _: seen.append((second.cancelled(), engine._take(only_full=False), engine._queue.wait()))
+  )
   engine.close(drain=False)
-  with pytest.raises(RuntimeError, match="neither started nor closed"):
-    engine.start()
-  with pytest.raises(RuntimeError, match="closed"):
-    engine.submit([1])
+  assert seen == [(False, None, False)]
+  assert_all_ended(engine, [first, second])
 
+
+def test_a_full_queue_says_what_waits(monkeypatch):
   engine = make_engine(monkeypatch)
-  waits = engine.submit([8])
-  engine.close()
-  assert waits.result(timeout=0).token == 8 and engine.run_batch() == 0
-  with pytest.raises(RuntimeError, match="neither started nor closed"):
-    engine.start()
-
-
-class AskedLock:
-  """A lock that says when a second thread asks for it."""
-
-  def __init__(self):
-    self.lock, self.asked = threading.Lock(), threading.Event()
-
-  def __enter__(self):
-    if not self.lock.acquire(blocking=False):
-      self.asked.set()
-      self.lock.acquire()
-
-  def __exit__(self, *_):
-    self.lock.release()
-
-
-@pytest.mark.parametrize("other", ["run_batch", "close", "start"])
-def test_only_one_thread_runs_programs(monkeypatch, other):
-  """Two that start them in different orders on several GPUs would wait for each other for ever."""
-  threads, started = [], []
-
-  def at(stage):
-    threads.append(threading.get_ident())
-    if stage == "run" and not started:
-      started.append(threading.Thread(target=getattr(engine, other)))
-      started[0].start()
-      assert engine._turn.asked.wait(timeout=WAIT)
-      assert set(threads) == {threading.get_ident()}
-
-  engine = make_engine(monkeypatch, at)
-  engine._turn = AskedLock()
-  futures = [engine.submit([i]) for i in range(3 * PER_BATCH)]
+  futures = [engine.submit([1] * 3) for _ in range(CONFIG.queue_limit)]
+  futures[9].cancel()
   assert engine.run_batch() == PER_BATCH
-  assert not concurrent.futures.wait(futures[: 2 * PER_BATCH], timeout=WAIT).not_done
+  futures += [engine.submit([1]) for _ in range(PER_BATCH + 1)]
+  with pytest.raises(serve.QueueFull, match=r"fewer than 50 .* got 50 with 140 tokens"):
+    engine.submit([1])
   engine.close()
-  started[0].join(timeout=WAIT)
   assert_all_ended(engine, futures)
 
 
@@ -299,19 +161,6 @@ def test_requests_of_many_threads_that_cancel(monkeypatch):
   with engine, concurrent.futures.ThreadPoolExecutor(4) as pool:
     futures = [future for mine in pool.map(use, range(4)) for future in mine]
   assert_all_ended(engine, futures)
-
-
-def test_a_future_keeps_no_engine_alive(monkeypatch):
-  """Which would hold the parameters of its model."""
-  engine = make_engine(monkeypatch)
-  futures = [engine.submit([i]) for i in range(PER_BATCH + 1)]
-  futures[-1].cancel()
-  engine.run_batch()
-  model = weakref.ref(engine._programs)
-  del engine
-  monkeypatch.undo()
-  gc.collect()
-  assert model() is None and futures[0].result().token == 0
 
 
 # --- cost -------------------------------------------------------------------------------------

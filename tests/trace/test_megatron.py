@@ -13,7 +13,7 @@ from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import TraceError, import_megatron
 from ultraep_jax.trace import disk as files
-from ultraep_jax.trace.format import COLUMNS
+from ultraep_jax.trace.format import COLUMNS, Manifest
 from ultraep_jax.trace.summary import summarise
 
 E, G, K = 8, 4, 2
@@ -257,6 +257,24 @@ def test_what_is_there_instead_of_a_file(tmp_path):
   with pytest.raises(TraceError, match=r"expected one file of a rank, got .* of rank 0 too"):
     import_megatron(tmp_path, tmp_path / "to", num_experts=E)
   assert not (tmp_path / "to").exists()
+
+
+def test_a_trace_that_is_there_already_stays(tmp_path):
+  write_run(tmp_path / "from", steps=1)
+  (tmp_path / "folder" / files.MANIFEST).mkdir(parents=True)
+  (tmp_path / "link").mkdir()
+  (tmp_path / "link" / files.MANIFEST).symlink_to(tmp_path / "nothing")
+
+  def written_meanwhile(items):
+    if len(items) != G:  # the second loop, over records
+      files.write_manifest(tmp_path / "raced", other)
+    return items
+
+  other = Manifest(name="another", num_ranks=G, num_experts=E, replica_slots=1)
+  for to, progress in (("folder", iter), ("link", iter), ("raced", written_meanwhile)):
+    with pytest.raises(TraceError, match="expected a folder without a trace, got one"):
+      import_megatron(tmp_path / "from", tmp_path / to, num_experts=E, progress=progress)
+  assert files.read_manifest(tmp_path / "raced") == other
 
 
 def test_numbers_and_names_from_elsewhere_can_be_read(tmp_path):

@@ -140,9 +140,8 @@ class PrefillEngine:
     self._queue.close(drain=drain)
     if self._runner == threading.get_ident():
       return
-    with self._running():
-      if self._thread is None:
-        self._drain()
+    with self._running():  # if there is a thread, it has run everything by then
+      self._drain()
     if self._thread is not None:
       self._thread.join()
 

@@ -150,9 +150,9 @@ class RequestQueue:
   # --- with the lock ---------------------------------------------------------------------------
 
   def _drop_cancelled(self, future: Future) -> None:
-    """Called when a future is done."""
+    """Called when a future is done: one that was not cancelled is out by then."""
     with self._changed:
-      if future.cancelled() and self._take_out(future):
+      if self._take_out(future):
         self._claim(future)
 
   def _claim(self, future: Future) -> bool:
