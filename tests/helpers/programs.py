@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -55,3 +56,55 @@ def unordered_loops(hlo: str, opcode: str) -> Iterator[tuple[str, str]]:
     for i, name in enumerate(having):
       if " while(" in operations[name]:
         yield from ((name, later) for later in having[i + 1 :] if name not in needs[later])
+
+
+class _Operation(NamedTuple):
+  """An operation of a traced program, with what it needs, directly or not."""
+
+  eqn: Any
+  needs: frozenset[int]
+
+
+def unordered_exchanges(jaxpr, primitive: str) -> Iterator[tuple[Any, Any]]:
+  """As ``unordered_loops``, of a traced program, and each loop against all that is beside it."""
+  operations: list[_Operation] = []
+
+  def has_exchange(eqn) -> bool:
+    inner = jax.extend.core.jaxprs_in_params(eqn.params)
+    return eqn.primitive.name == primitive or any(
+      has_exchange(each) for jaxpr in inner for each in jaxpr.eqns
+    )
+
+  def walk(jaxpr, known: dict[Any, frozenset[int]]) -> list[frozenset[int]]:
+    """What each result needs; calls are taken apart, loops are not."""
+
+    def needs(atom) -> frozenset[int]:
+      return known.get(atom, frozenset()) if isinstance(atom, jax.extend.core.Var) else frozenset()
+
+    for eqn in jaxpr.eqns:
+      of_operands = [needs(atom) for atom in eqn.invars]
+      inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
+      loop = eqn.primitive.name in ("while", "scan", "cond")
+      if len(inner) == 1 and not loop and len(inner[0].invars) == len(eqn.invars):
+        results = walk(inner[0], dict(zip(inner[0].invars, of_operands, strict=True)))
+      elif eqn.primitive.name == "optimization_barrier":  # which XLA:CPU drops
+        results = of_operands
+      else:
+        every = frozenset().union(*of_operands)
+        if has_exchange(eqn):
+          operations.append(_Operation(eqn, every))
+          every |= {len(operations) - 1}
+        results = [every] * len(eqn.outvars)
+      known |= dict(zip(eqn.outvars, results, strict=True))
+    return [needs(atom) for atom in jaxpr.outvars]
+
+  used = frozenset().union(*walk(jaxpr, {}))
+  for number, (eqn, needs) in enumerate(operations):
+    if number not in used or eqn.primitive.name == primitive:
+      continue
+    for other, operation in enumerate(operations):
+      ordered = other in needs or number in operation.needs
+      if other in used and other != number and not ordered:
+        yield eqn, operation.eqn
+    for body in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from unordered_exchanges(body, primitive)

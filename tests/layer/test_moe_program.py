@@ -5,8 +5,9 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from layer_problems import EXPERTS, INNER, WIDTH, layer, make_mesh, make_problem, pile_up
-from programs import unordered_loops
+from programs import equations, unordered_exchanges, unordered_loops
 
 import ultraep_jax as uep
 
@@ -81,3 +82,31 @@ def test_exchanges_wait_for_loops_of_others():
   for opcode in ("all-to-all", "collective-permute"):
     assert text.count(f" {opcode}(") > 8
     assert not list(unordered_loops(text, opcode))
+
+
+@pytest.mark.parametrize("policy", ["everything_saveable", "save_only_these_names"])
+def test_exchanges_of_several_layers_wait_for_each_other(policy):
+  """Where routers choose by what comes out of the layer before, as they do in models."""
+  problem = make_problem(make_mesh(4))
+  run = layer(problem, uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, strategy=pile_up))
+
+  policies = {
+    "everything_saveable": jax.checkpoint_policies.everything_saveable,
+    "save_only_these_names": jax.checkpoint_policies.save_only_these_names(*uep.REMAT_NAMES),
+  }
+
+  def outputs(x, gate, weights):
+    index = (problem.expert_index + jnp.where(x[:, :1] > 0, 1, 0)) % EXPERTS
+    return run(x, index, gate * jax.nn.sigmoid(x[:, 1:2]), weights)[0]
+
+  def loss(x, gate, weights):
+    for _ in range(2):
+      x = jax.checkpoint(outputs, policy=policies[policy])(x, gate, weights)
+    return jnp.sum(x * problem.cotangent)
+
+  with jax.set_mesh(problem.mesh):
+    gradients = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))
+    jaxpr = gradients(problem.x, problem.gate, problem.weights).jaxpr
+  for name in ("all_to_all", "ppermute"):
+    assert sum(eqn.primitive.name == name for eqn in equations(jaxpr)) > 16
+    assert not [(a.primitive, b.primitive) for a, b in unordered_exchanges(jaxpr, name)]
