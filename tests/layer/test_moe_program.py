@@ -14,10 +14,7 @@ import ultraep_jax as uep
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
 
 
-def test_no_residual_holds_replica_weights():
-  problem = make_problem(make_mesh(4))
-  config = dataclasses.replace(CONFIG, replica_slots=3)
-
+def kept_for_backward(problem, config):
   def residuals(x, weights):
     _, vjp = jax.vjp(
       lambda x, weights: layer(problem, config)(x, problem.expert_index, problem.gate, weights)[0],
@@ -27,7 +24,18 @@ def test_no_residual_holds_replica_weights():
     return jax.tree.leaves(vjp)
 
   with jax.set_mesh(problem.mesh):
-    kept = jax.eval_shape(residuals, problem.x, problem.weights)
+    return jax.eval_shape(residuals, problem.x, problem.weights)
+
+
+@pytest.mark.parametrize("changes", [{"replica_slots": 0}, {"strategy": "none"}])
+def test_nothing_that_is_kept_is_empty(changes):
+  """XLA's GPU compiler crashes over empty residuals of a ``shard_map``."""
+  kept = kept_for_backward(make_problem(make_mesh(4)), dataclasses.replace(CONFIG, **changes))
+  assert kept and all(leaf.size for leaf in kept), kept
+
+
+def test_no_residual_holds_replica_weights():
+  kept = kept_for_backward(make_problem(make_mesh(4)), dataclasses.replace(CONFIG, replica_slots=3))
   matrices = {(WIDTH, INNER), (INNER, WIDTH)}
   held = [leaf.shape for leaf in kept if leaf.shape[-2:] in matrices and leaf.ndim == 3]
   assert held, "the parameters are residuals"
