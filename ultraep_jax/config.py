@@ -38,7 +38,8 @@ class BalanceConfig:
       reach it, e.g. 1.01. ``None``: as low as possible.
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.
     capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
-      multiple of eight; a busier rank takes more rounds, nothing is dropped.
+      multiple of eight; a busier rank takes more rounds, nothing is dropped. By time, a plan that
+      fits is taken first, whatever its copies cost, so that a small buffer can make copies dear.
     worst_case_bytes: a rank's buffer holds the assignments of all ranks, so that no load needs a
       second round, where their tokens take at most so many bytes. Small batches do.
     domain_size: ranks joined by scale-up links; replicas never leave a domain. Domains are
@@ -72,7 +73,7 @@ class BalanceConfig:
   objective: Objective = "time"
   target: float | None = None
   min_tokens_per_replica: int = 1
-  capacity_factor: float = 1.0625
+  capacity_factor: float = 1.25
   worst_case_bytes: int = 64 << 20
   domain_size: int | None = None
   transfer: TransferTree = "auto"
