@@ -28,7 +28,7 @@ from ultraep_jax.moe import home_rows
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
-CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
 
 # What a program depends on. Each runs with all loads, with and without masked choices.
 FACTORS = {
@@ -87,6 +87,7 @@ def test_equals_dense(case):
     objective="balance",
     strategy=case["strategy"],
     capacity_factor=1.0 if several else float(case["ranks"]),
+    worst_case_bytes=0,
   )
   layers = 2 if case["transform"] == "scan" else None
   apply = None

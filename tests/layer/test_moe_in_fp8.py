@@ -19,7 +19,11 @@ from ultraep_jax.types import Routes
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
 CONFIG = uep.BalanceConfig(
-  replica_slots=1, objective="balance", implementation="portable", dispatch_dtype="float8_e4m3fn"
+  replica_slots=1,
+  objective="balance",
+  implementation="portable",
+  dispatch_dtype="float8_e4m3fn",
+  worst_case_bytes=0,
 )
 
 

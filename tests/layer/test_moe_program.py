@@ -11,7 +11,10 @@ from programs import equations, unordered_exchanges, unordered_loops
 
 import ultraep_jax as uep
 
-CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
+SEVERAL_ROUNDS = uep.BalanceConfig(
+  replica_slots=1, capacity_factor=1.0, worst_case_bytes=0, strategy=pile_up
+)
 
 
 def kept_for_backward(problem, config):
@@ -74,7 +77,10 @@ def test_saved_names_spare_backward_the_second_dispatch():
 def test_exchanges_wait_for_loops_of_others():
   """XLA:CPU would run them side by side, in another order on each rank."""
   problem = make_problem(make_mesh(4))
-  run = layer(problem, uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, strategy=pile_up))
+  run = layer(
+    problem,
+    SEVERAL_ROUNDS,
+  )
 
   @jax.checkpoint
   def outputs(*args):
@@ -96,7 +102,10 @@ def test_exchanges_wait_for_loops_of_others():
 def test_exchanges_of_several_layers_wait_for_each_other(policy):
   """Where routers choose by what comes out of the layer before, as they do in models."""
   problem = make_problem(make_mesh(4))
-  run = layer(problem, uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, strategy=pile_up))
+  run = layer(
+    problem,
+    SEVERAL_ROUNDS,
+  )
 
   policies = {
     "everything_saveable": jax.checkpoint_policies.everything_saveable,

@@ -28,6 +28,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.doctor import description_advice, mesh_advice
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tools import selfcheck
+from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as files
 from ultraep_jax.types import Plan
 
@@ -292,7 +293,7 @@ def test_plan_makes_workloads_and_weighs_time(capsys):
   answer = json.loads(out)
   assert answer["imbalance"]["before"] == pytest.approx(2.5, abs=0.01)
   assert answer["copy_bytes"] == 3 * 64 * 128 * 2 and answer["copies"] > 0
-  few = ("--objective", "time", "--tokens", 128, "--width", 8192, "--inner", 65536)
+  few = ("--objective", "time", "--ratio", 1.2, "--tokens", 128, "--width", 8192, "--inner", 65536)
   _, out, _ = run(capsys, "plan", *sizes, *few, "--json")
   assert json.loads(out)["copies"] == 0  # copies that cost more than they save
   for workload in ("flat", "balanced", "all-to-one", "giant"):
@@ -409,7 +410,7 @@ def test_view_says_what_is_wrong(damage, tmp_path, capsys):
     page = tmp_path / "none" / "page.html"
     message = "expected a folder to write in, got none"
   elif damage == "damaged":
-    for path in files.chunks(traces.write(folder)):
+    for path in disk.chunks(traces.write(folder)):
       path.write_bytes(b"PK\x03\x04")
   status, out, err = run(capsys, "view", folder, "--html", page)
   assert status == 1 and message in err and "Traceback" not in err
@@ -418,7 +419,7 @@ def test_view_says_what_is_wrong(damage, tmp_path, capsys):
 
 def test_view_reports_what_it_leaves_out(tmp_path, capsys):
   folder = traces.write(tmp_path / "trace")
-  last = files.chunks(folder)[-1]
+  last = disk.chunks(folder)[-1]
   last.write_bytes(last.read_bytes()[:-10])
   status, out, _ = run(capsys, "view", folder, "--html", tmp_path / "page.html")
   assert status == 0 and f"left out: {last.name}" in out

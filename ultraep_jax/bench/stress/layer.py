@@ -75,6 +75,7 @@ class Problem(NamedTuple):
       replica_slots=1,
       objective="balance",
       capacity_factor=1.0,
+      worst_case_bytes=0,  # so that there are several rounds
       domain_size=self.domain_size,
       implementation=implementation,
     )
