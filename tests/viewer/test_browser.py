@@ -16,6 +16,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from ultraep_jax import trace
 from ultraep_jax.commands import view
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as files
 from ultraep_jax.viewer import make_server, render
 
@@ -301,13 +302,13 @@ def test_says_what_is_wrong_and_recovers(browser, served):
   traces.write(folder)
   browser.open(address)
   browser.wait("return document.body.dataset.ready === 'true'")
-  chunk = files.chunks(folder)[-1]
+  chunk = disk.chunks(folder)[-1]
   chunk.write_bytes(chunk.read_bytes()[:100])
   browser.open(address)
   browser.wait("return document.body.dataset.ready === 'true'")
   assert f"Left out: {chunk.name}: expected a whole chunk" in browser.text("problems")
   assert browser.text("position").endswith("of 4")
-  for path in files.chunks(folder):
+  for path in disk.chunks(folder):
     path.write_bytes(b"PK")
   browser.open(address)
   assert "expected readable chunks, got none" in browser.ask(alert)
