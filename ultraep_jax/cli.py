@@ -5,7 +5,6 @@ Every command has its own --help. The exit status is 0 if all went well, 1 if so
 """
 
 import argparse
-import ast
 import importlib
 import os
 import pathlib
@@ -102,4 +101,5 @@ def make_parser() -> argparse.ArgumentParser:
 def _summary(name: str) -> str:
   """The first line of a command's module, which is read and not imported."""
   path = pathlib.Path(*ultraep_jax.commands.__path__, name).with_suffix(".py")
-  return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+  with path.open(encoding="utf-8") as lines:
+    return lines.readline().strip().strip('"')
