@@ -28,7 +28,7 @@ _SHARED_TILES = ((128, 256), (256, 128), (128, 192), (256, 64), (128, 128), (128
 _TILES: Mapping[Schedule, tuple[tuple[int, int], ...]] = {
   "together": _SHARED_TILES,
   "deferred": _SHARED_TILES,
-  "in_turns": ((128, 128), (128, 64)),
+  "in_turns": ((128, 128), (128, 64), (64, 128), (64, 64)),
 }
 # Sums of a warpgroup that registers hold.
 _MOST_SUMS: Mapping[Schedule, int] = {
@@ -183,9 +183,6 @@ def choose_tile(rows: int, cols: int, operands: int, tuning: MatmulTuning) -> Ti
     cols: of the result, a multiple of 64.
     operands: weights that share the tile's columns.
     tuning: whether the warpgroups take turns.
-
-  Raises:
-    NotImplementedError: no tile of the tuning's schedule is small enough.
   """
 
   def of(rows: int, cols: int) -> Tile:
@@ -202,12 +199,7 @@ def choose_tile(rows: int, cols: int, operands: int, tuning: MatmulTuning) -> Ti
 
   if tuning.rows is not None and tuning.cols is not None and fits(of(tuning.rows, tuning.cols)):
     return of(tuning.rows, tuning.cols)
-  tiles = [tile for shape in _TILES[tuning.schedule] if fits(tile := of(*shape))]
-  if not tiles:
-    raise NotImplementedError(
-      f"tuning: expected a schedule with a tile of at most {rows} x {cols}, got {tuning.schedule!r}"
-    )
-  return min(tiles, key=cost)
+  return min(filter(fits, (of(*shape) for shape in _TILES[tuning.schedule])), key=cost)
 
 
 def _shared_cycles(tile: Tile, operands: int) -> float:

@@ -44,21 +44,9 @@ TUNINGS = {
 }
 
 
-def test_a_schedule_may_have_no_tile_small_enough():
-  arrays = shape(64, 64), shape(64, 64), shape(4, dtype=jnp.int32)
-  with pytest.raises(NotImplementedError, match="a tile of at most 64 x 64, got 'in_turns'"):
-    jax.eval_shape(
-      functools.partial(grouped_matmul_wgrad, num_home=3, tuning=TUNINGS["in turns"]), *arrays
-    )
-
-
-CASES = [(*sizes, name) for sizes in SHAPES for name in TUNINGS]
-CASES.remove((1, 64, 64, 3, 1, "in turns"))  # see above
-
-
-@pytest.mark.parametrize(("c", "k", "n", "m", "s", "name"), CASES)
-def test_wgrad_lowers(c, k, n, m, s, name):
-  tuning = TUNINGS[name]
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
+@pytest.mark.parametrize(("c", "k", "n", "m", "s"), SHAPES)
+def test_wgrad_lowers(c, k, n, m, s, tuning):
   f = functools.partial(grouped_matmul_wgrad, num_home=m, tuning=tuning)
   text = lower(f, shape(c, k), shape(c, n), shape(m + s, dtype=jnp.int32))
   assert text.count("custom_call @mosaic_gpu") == 1

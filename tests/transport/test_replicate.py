@@ -117,3 +117,18 @@ def test_no_slots_no_communication():
   copy = shard(replicate_here, 1)
   assert copy(home, placement).shape == (0, 4)
   assert "ppermute" not in str(jax.make_jaxpr(copy)(home, placement))
+
+
+def test_slots_that_hold_a_copy_are_the_ranks_own():
+  placement = jnp.array(PLACEMENTS["neighbours"], jnp.int32)
+
+  def filled(home, placement):
+    nothing = jnp.zeros(RANKS, jnp.int32)
+    replicas = replicate.Replicas(
+      *(home, placement, placement // HOME, nothing, "expert", None, ("portable",)),
+      tunings=replicate.UNTUNED,
+    )
+    return replicas.filled_S()
+
+  got = shard(filled, 1)(jnp.zeros((RANKS * HOME, 3)), placement)
+  np.testing.assert_array_equal(got, (placement >= 0).reshape(-1))
