@@ -6,7 +6,7 @@ weight. Rows at or beyond the used count may hold anything, NaN included.
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.compute import tile_matmul
 from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.transport.replicate import Replicas
 from ultraep_jax.types import Activation, Array, ExpertWeights
 
 
@@ -93,16 +94,6 @@ class Hidden(NamedTuple):
   up_CF: Array
 
 
-class Replication(Protocol):
-  """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
-
-  def filled_S(self) -> Array: ...
-  def copies(self) -> Any: ...
-  def copying(self) -> "kernels.Transfer | None": ...
-  def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
-  def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None": ...
-
-
 class ExpertOutput(NamedTuple):
   """What experts make of rows, and the copies of weights that they needed."""
 
@@ -114,7 +105,7 @@ class ExpertOutput(NamedTuple):
 def expert_forward(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   *,
@@ -158,7 +149,7 @@ def expert_forward(
 def _gated_kernel(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   keep_hidden: bool,
@@ -182,7 +173,6 @@ def _gated_kernel(
   else:
     gated, copies = kernels.gated_beside(
       copying,
-      lambda copies: (copies.wi_gate, copies.wi_up),
       rows_CD,
       *homes,
       *arguments,
@@ -190,6 +180,7 @@ def _gated_kernel(
       tuning=tunings.find(f"{operation} beside", *widths),
       replica_tuning=tuning,
     )
+    copies = ExpertWeights(*copies)
   inner_CF, gate_CF, up_CF = gated
   hidden = None if gate_CF is None or up_CF is None else Hidden(gate_CF, up_CF)
   return inner_CF, hidden, copies
@@ -198,7 +189,7 @@ def _gated_kernel(
 def _gated(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   implementations: Implementations,
@@ -231,7 +222,7 @@ def expert_backward(
   rows_CD: Array,
   hidden: Hidden,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   *,
