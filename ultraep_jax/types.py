@@ -2,20 +2,18 @@
 
 Array names carry their axes as a suffix, one letter (or word) an axis:
 
-======  ==========================================================================
-letter  axis
-======  ==========================================================================
-T       tokens of one rank
-K       experts chosen per token; one (token, choice) pair is an *assignment*
-E       logical experts
-G       ranks along the expert mesh axis
-M       home experts per rank, ``M = E // G``; expert ``e`` has its home on rank ``e // M``
-S       replica slots per rank: space for copies of other ranks' experts
-P       slots per rank, home slots first: ``P = M + S``
-C       rows that one rank's buffer holds; a *row* is an assignment where it is computed
-D       hidden width
-F       expert inner width
-======  ==========================================================================
+| letter | axis                                                                                |
+|--------|-------------------------------------------------------------------------------------|
+| T      | tokens of one rank                                                                  |
+| K      | experts chosen per token; one (token, choice) pair is an *assignment*               |
+| E      | logical experts                                                                     |
+| G      | ranks along the expert mesh axis                                                    |
+| M      | home experts per rank, ``M = E // G``; expert ``e`` has its home on rank ``e // M`` |
+| S      | replica slots per rank: space for copies of other ranks' experts                    |
+| P      | slots per rank, home slots first: ``P = M + S``                                     |
+| C      | rows that one rank's buffer holds; a *row* is an assignment where it is computed    |
+| D      | hidden width                                                                        |
+| F      | expert inner width                                                                  |
 """
 
 from collections.abc import Callable
@@ -147,20 +145,18 @@ class LayerStats(NamedTuple):
     Over token groups (a leading axis) imbalances, fan-out and rounds are the worst group's,
     the other counts are summed.
 
-    =========================  ===========================================================
-    name                       meaning
-    =========================  ===========================================================
-    ``imbalance_before``       busiest rank over mean rank under home placement
-    ``imbalance_after``        busiest rank over mean rank as computed
-    ``imbalance_floor``        least ``imbalance_after`` that the domains allow
-    ``replicas``               filled replica slots
-    ``max_fanout``             most copies that one rank sends along the plan's trees
-    ``replica_megabytes``      bytes of all copies, in 10^6 bytes
-    ``remote_fraction``        share of assignments computed away from their token's rank
-    ``rounds``                 rounds run by the layer
-    ``masked_assignments``     assignments with index −1
-    ``invalid_assignments``    assignments with an index outside [−1, E), not computed
-    =========================  ===========================================================
+    | name                    | meaning                                                    |
+    |-------------------------|------------------------------------------------------------|
+    | ``imbalance_before``    | busiest rank over mean rank under home placement           |
+    | ``imbalance_after``     | busiest rank over mean rank as computed                    |
+    | ``imbalance_floor``     | least ``imbalance_after`` that the domains allow           |
+    | ``replicas``            | filled replica slots                                       |
+    | ``max_fanout``          | most copies that one rank sends along the plan's trees     |
+    | ``replica_megabytes``   | bytes of all copies, in 10^6 bytes                         |
+    | ``remote_fraction``     | share of assignments computed away from their token's rank |
+    | ``rounds``              | rounds run by the layer                                    |
+    | ``masked_assignments``  | assignments with index −1                                  |
+    | ``invalid_assignments`` | assignments with an index outside [−1, E), not computed    |
 
     Args:
       prefix: put before each name, e.g. ``"layer3/"``.
