@@ -16,8 +16,9 @@ Array names carry their axes as a suffix, one letter (or word) an axis:
 | F      | expert inner width                                                                  |
 """
 
+import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,12 @@ class Plan(NamedTuple):
   replica_expert: Array
   quota: Array
   parent: Array
+
+  def __repr__(self) -> str:
+    return importlib.import_module("ultraep_jax.show").plan_text(self)
+
+  def _repr_html_(self) -> str:
+    return importlib.import_module("ultraep_jax.show").plan_html(self)
 
 
 class PlanCost(NamedTuple):
@@ -138,6 +145,23 @@ class LayerStats(NamedTuple):
   replica_expert_GS: Array
   replica_parent_GS: Array
   replica_load_GS: Array
+
+  def __repr__(self) -> str:
+    return importlib.import_module("ultraep_jax.show").stats_text(self)
+
+  def _repr_html_(self) -> str:
+    return importlib.import_module("ultraep_jax.show").stats_html(self)
+
+  def advice(self, config: Any = None) -> list[str]:
+    """What keeps the load uneven, and what would help: one line for each cause.
+
+    Of the least even layer and token group. Plans that load again with more slots, which takes a
+    second or two the first time; not under ``jit``.
+
+    Args:
+      config: the layer's ``BalanceConfig``, for its domains, target and objective.
+    """
+    return importlib.import_module("ultraep_jax.advice").of_stats(self, config)
 
   def scalars(self, prefix: str = "") -> dict[str, Array]:
     """A flat dict of float32 scalars, ready for TensorBoard or wandb.
