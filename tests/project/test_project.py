@@ -30,9 +30,6 @@ DATA = {
     f"ultraep_jax/devices/{name}.json"
     for name in ("gb200", "gb300", "h100", "h100_pcie", "h20", "h200", "nvl64")
   ),
-  *(
-    f"ultraep_jax/simulate/calibrations/{name}.json" for name in ("h200", "h200_portable", "nvl64")
-  ),
 }
 
 

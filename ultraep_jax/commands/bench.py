@@ -20,6 +20,7 @@ MEASUREMENTS = {
   "matrix": "matrix.command",
   "train": "train.command",
   "beside": "kernels.beside",
+  "costs": "tune.costs",
   "exchange": "kernels.exchange",
   "grouped_matmul": "kernels.grouped_matmul",
   "plan": "kernels.plan",
