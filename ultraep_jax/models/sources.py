@@ -19,6 +19,8 @@ class Source(NamedTuple):
     names: of the tensors on disk, one for each index of the parameter's leading axes (layers,
       experts): nested sequences or an object array of that shape; a string for a plain tensor.
     transpose: the last two axes are swapped: on disk [out, in], in the parameter [in, out].
+
+  A tensor may have axes of size 1 before those of the parameter.
   """
 
   names: Any
@@ -78,7 +80,7 @@ def check_sources[K: Hashable](
         kinds["unreadable tensors"].append(problem)
       else:
         tensor = checkpoint.tensors[name]
-        if tensor.shape != expected:
+        if tensor.shape != (1,) * (len(tensor.shape) - len(expected)) + expected:
           kinds["tensors of another shape"].append(
             f"{name} for {_text(path)}: expected {expected}, got {tensor.shape}"
           )
