@@ -8,6 +8,7 @@ from ultraep_jax.models.parts import Latent as Latent
 from ultraep_jax.models.pretrained import load as load
 from ultraep_jax.models.rotary import Rotary as Rotary
 from ultraep_jax.models.rotary import Yarn as Yarn
+from ultraep_jax.models.save import save as save
 from ultraep_jax.models.sources import Source as Source
 from ultraep_jax.models.transformer import AttentionImplementation as AttentionImplementation
 from ultraep_jax.models.transformer import MoETransformer as MoETransformer

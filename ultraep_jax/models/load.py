@@ -52,7 +52,7 @@ def load_params[K: Hashable](
     checkpoint.nbytes(name, index)
     for path, shape in shapes.items()
     for ranges in local_shards(shape)
-    for _, name, index in _slices(checkpoint, sources[path], ranges)
+    for _, name, index in _slices(sources[path], ranges)
   )
   with (
     concurrent.futures.ThreadPoolExecutor(threads) as pool,
@@ -129,33 +129,32 @@ class _Piece(NamedTuple):
 
 
 def _slices(
-  checkpoint: Checkpoint, source: Source, ranges: Sequence[range]
+  source: Source, ranges: Sequence[range]
 ) -> Iterator[tuple[tuple[int, ...], str, tuple[slice, ...]]]:
   """For each tensor that a shard needs: its place along the lead axes, its name, its slice."""
   names = source.array()
   index = tuple(slice(r.start, r.stop) for r in ranges[names.ndim :])
   if source.transpose:
     index = (*index[:-2], index[-1], index[-2])
+  index = (*[slice(0, 1)] * source.lead, *index)
   lead = ranges[: names.ndim]
   for place in itertools.product(*(range(len(r)) for r in lead)):
-    name = names[tuple(r[p] for r, p in zip(lead, place, strict=True))]
-    single = len(checkpoint.tensors[name].shape) - len(index)  # axes of size 1
-    yield place, name, (*[slice(None)] * single, *index)
+    yield place, names[tuple(r[p] for r, p in zip(lead, place, strict=True))], index
 
 
 def _pieces(
   checkpoint: Checkpoint, source: Source, ranges: Sequence[range], values: np.ndarray
 ) -> Iterator[_Piece]:
   """Cuts what a shard needs along the rows on disk, at multiples of an FP8 block's rows."""
-  for place, name, index in _slices(checkpoint, source, ranges):
+  for place, name, index in _slices(source, ranges):
     out = values[(*place, ...)]
     if source.transpose:
       out = out.swapaxes(-1, -2)
-    out = out[(*(None,) * (len(index) - out.ndim), ...)]
+    out = out[(*(None,) * source.lead, ...)]
     if not index:
       yield _Piece(name, index, out)
       continue
-    rows = range(checkpoint.tensors[name].shape[0])[index[0]]
+    rows = index[0]
     step = PIECE_BYTES // max(checkpoint.nbytes(name, index) // max(len(out), 1), 1)
     block = checkpoint.block[0] if checkpoint.block else 1
     step = max(step // block, 1) * block

@@ -5,7 +5,8 @@ from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.params import Path, param_specs
 from ultraep_jax.models.sources import Source
 
-_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+HEAD = "lm_head.weight"
+_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": HEAD}
 
 
 def sources(config: ModelConfig) -> dict[Path, Source]:
@@ -13,6 +14,7 @@ def sources(config: ModelConfig) -> dict[Path, Source]:
 
   Experts have a tensor each, as on the Hugging Face Hub.
   """
+  family = families.by_name(config.architecture)
   found: dict[Path, Source] = {}
   for path, spec in param_specs(config).items():
     # The embedding is a table of rows, in memory as on disk.
@@ -23,7 +25,7 @@ def sources(config: ModelConfig) -> dict[Path, Source]:
     layers = config.stacks[int(path[1])]
     below = _below_layer(config, config.is_moe[layers[0]], str(path[2]))
     names = [_layer_names(config, f"model.layers.{layer}.{below}") for layer in layers]
-    found[path] = Source(names, transpose)
+    found[path] = Source(names, transpose, int(path[2] in family.single))
   return found
 
 
@@ -34,7 +36,7 @@ def ignored_patterns(config: ModelConfig) -> tuple[str, ...]:
   older checkpoints store, an output matrix that is the embedding, and what the family names.
   """
   layers = range(config.num_layers, config.num_layers + config.num_extra_layers)
-  head = (_TOP["head"],) if config.tied_embeddings else ()
+  head = (HEAD,) if config.tied_embeddings else ()
   own = families.by_name(config.architecture).ignored
   extra = (f"model.layers.{layer}.*" for layer in layers)
   return (*extra, "model.*rotary_emb.inv_freq", *head, *own)

@@ -43,6 +43,7 @@ ERNIE4_5_MOE = common.Family(
   mixer=common.NORMS | common.GROUPED_QUERY,
   dense=common.DENSE,
   moe=common.MOE | {"selection_bias": "mlp.moe_statics.e_score_correction_bias"},
+  single=frozenset({"selection_bias"}),
   tied_embeddings=True,
   ignored=("model.mtp_*",),
 )

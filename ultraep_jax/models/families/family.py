@@ -53,6 +53,7 @@ class Family:
       ``model.layers.{layer}.``; ``x_bias`` without a line of its own is the bias beside ``x``.
     dense: those of a dense MLP.
     moe: those of a mixture; ``{expert}`` where each expert has one.
+    single: parameters whose tensors have an axis of size 1 before all others.
     tied_embeddings: where ``tie_word_embeddings`` is missing.
     ignored: patterns (``fnmatch``) of tensors that prefill does not need.
   """
@@ -62,6 +63,7 @@ class Family:
   mixer: Mapping[str, str]
   dense: Mapping[str, str]
   moe: Mapping[str, str]
+  single: frozenset[str] = frozenset()
   tied_embeddings: bool = False
   ignored: tuple[str, ...] = ()
 
