@@ -4,7 +4,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ultraep_jax import strategies, testing, trace
+from ultraep_jax import activations, strategies, testing, trace
+from ultraep_jax.activations import GatedUnit
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
 from ultraep_jax.doctor import doctor
@@ -18,16 +19,20 @@ from ultraep_jax.types import ExpertWeights, LayerStats, Plan, PlanCost, Routes
 if TYPE_CHECKING:
   from ultraep_jax import linen, nnx
 
+__version__ = "0.1.0"
+
 __all__ = [
   "REMAT_NAMES",
   "BalanceConfig",
   "Device",
   "ExpertWeights",
+  "GatedUnit",
   "GatingConfig",
   "LayerStats",
   "Plan",
   "PlanCost",
   "Routes",
+  "activations",
   "doctor",
   "linen",
   "moe",
