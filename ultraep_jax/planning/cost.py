@@ -57,7 +57,7 @@ class LayerCost(NamedTuple):
     """
     if config.objective == "balance":
       return True
-    domain = num_ranks if config.domain_size is None else config.domain_size
+    domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
     spared = most - -(-most // domain)
     if spared and most > int(self.plan.capacity_rows):
@@ -74,10 +74,22 @@ def layer_cost(
     dtype: that the layer computes in.
     weights: for the shapes of an expert, ``[..., D, F]``.
     capacity: C, rows that a rank computes in one round.
-    config: ``copy_rows``, ``device`` and ``implementation`` are used.
+    config: ``copy_rows``, ``device``, ``implementation`` and ``node_size`` are used.
   """
-  kernels = "mosaic_gpu" in implementation.resolve(config.implementation)
-  cost = cost_on(known.resolve(config.device), dtype, weights, capacity, kernels=kernels)
+
+  def by_kernel(operation: str) -> bool:
+    return "mosaic_gpu" in implementation.resolve(
+      config.implementation, operation, config.node_size
+    )
+
+  cost = cost_on(
+    known.resolve(config.device),
+    dtype,
+    weights,
+    capacity,
+    moving=by_kernel("replicate"),
+    multiplying=by_kernel("matmul"),
+  )
   if config.copy_rows is None:
     return cost
   return cost._replace(plan=cost.plan._replace(copy_rows=config.copy_rows))
@@ -89,25 +101,37 @@ def cost_on(
   weights: ExpertWeights,
   capacity: int,
   *,
-  kernels: bool = True,
+  moving: bool = True,
+  multiplying: bool = True,
 ) -> LayerCost:
-  """What balancing a layer costs on such devices, with the kernels or in plain JAX.
+  """What balancing a layer costs on such devices.
 
   On devices of which nothing is known, such as CPUs, copies weigh nothing: the planner balances
   as well as it can, with as few copies as that takes.
+
+  Args:
+    device: the description.
+    dtype: that the layer computes in.
+    weights: for the shapes of an expert.
+    capacity: C.
+    moving: copies move by kernels, else in plain JAX.
+    multiplying: experts are multiplied by kernels.
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
   portable = device.portable or device
-  moving = device if kernels else portable
-  # Other dtypes are multiplied in plain JAX, and their copies travel alone.
-  multiplying = moving if dtype == jnp.bfloat16 else portable
+  multiplying &= dtype == jnp.bfloat16  # others in plain JAX
   width, inner = weights.wi_gate.shape[-2:]
-  sending = copy_seconds(moving, copy_bytes(dtype, weights), beside=multiplying is moving)
-  row = row_seconds(multiplying, width, inner)
+  sending = copy_seconds(
+    device if moving else portable,
+    copy_bytes(dtype, weights),
+    beside=moving and multiplying,  # else copies travel alone
+  )
+  matmuls = device if multiplying else portable
+  row = row_seconds(matmuls, width, inner)
   return in_rows(
     row,
-    copy=sending + slot_seconds(multiplying, width, inner),
+    copy=sending + slot_seconds(matmuls, width, inner),
     launch=device["launch_seconds"],
     capacity=capacity,
   )
