@@ -56,10 +56,11 @@ def number(mesh: Mesh, node_size: NodeSize) -> np.ndarray:
     return np.arange(mesh.size) // node_size
   if isinstance(mesh, jax.sharding.Mesh):
     return of_devices(mesh.devices.flat)
-  return of_devices(likely_devices(mesh)) if likely_devices(mesh) else np.zeros(mesh.size, int)
+  devices = likely_devices(mesh)
+  return of_devices(devices) if devices else np.zeros(mesh.size, int)
 
 
-def likely_devices(mesh: Mesh) -> Sequence[Any]:
+def likely_devices(mesh: jax.sharding.AbstractMesh) -> Sequence[Any]:
   """The devices of an abstract mesh if it has JAX's in their order; none if they are others."""
   devices, kind = jax.devices(), mesh.abstract_device and mesh.abstract_device.device_kind
   if kind not in (None, devices[0].device_kind) or len(devices) < mesh.size:

@@ -111,6 +111,7 @@ class ExpertOutput(NamedTuple):
   copies: ExpertWeights
 
 
+@jax.named_scope("uep.experts")
 def expert_forward(
   rows_CD: Array,
   home: ExpertWeights,
@@ -225,6 +226,7 @@ class ExpertGrads(NamedTuple):
   copies: ExpertWeights
 
 
+@jax.named_scope("uep.experts")
 def expert_backward(
   grad_CD: Array,
   gate_C: Array,

@@ -1,7 +1,7 @@
 """What the planner weighs: seconds of a layer's parts, as rows of expert matmul.
 
-Seconds come from the description of the devices (``devices/``), the shapes of an expert and what
-is counted here. Rows are integers, so that every rank plans the same.
+Seconds come from the description of the devices (``devices/``) and the shape of an expert. Rows are
+integers, so that every rank plans the same.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,6 @@ from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
 from ultraep_jax.types import ExpertWeights, PlanCost
 
-# Kernels that XLA launches more for a layer that may copy than for one that cannot: counted in
-# compiled forward layers.
-_BALANCE_LAUNCHES = 16
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _WORK = {"forward": 1, "backward": 2}
 
@@ -26,7 +23,7 @@ class LayerCost(NamedTuple):
 
   Attributes:
     plan: what the planner weighs.
-    fixed_rows: what a program that may copy costs more than one which cannot, whatever it copies.
+    fixed_rows: what a layer that may copy costs more than one that cannot, whatever it copies.
   """
 
   plan: PlanCost
@@ -45,7 +42,7 @@ class LayerCost(NamedTuple):
 
     A token chooses distinct experts, so a rank of M experts gets at most
     ``G * T * min(K, M)`` rows. At best it shares them with all of its domain. If that spares no
-    second round, and no more rows than one copy and the launches of balancing cost, no plan can
+    second round, and no more rows than one copy and what balancing takes in any case, no plan can
     gain. ``objective="balance"`` asks for no gain in time.
 
     Args:
@@ -119,27 +116,17 @@ def cost_on(
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
-  portable = device.portable or device
   multiplying &= dtype == jnp.bfloat16  # others in plain JAX
   width, inner = weights.wi_gate.shape[-2:]
+  matmuls = device.running(kernels=multiplying)
   sending = copy_seconds(
-    device if moving else portable,
+    device.running(kernels=moving),
     copy_bytes(dtype, weights),
     beside=moving and multiplying,  # else copies travel alone
   )
-  matmuls = device if multiplying else portable
   row = row_seconds(matmuls, width, inner)
-  return in_rows(
-    row,
-    copy=sending + slot_seconds(matmuls, width, inner),
-    launch=device["launch_seconds"],
-    capacity=capacity,
-  )
-
-
-def in_rows(row: float, *, copy: float, launch: float, capacity: int) -> LayerCost:
-  """The cost from the seconds of a row, a copy and a launch."""
-  return LayerCost(PlanCost(round(copy / row), capacity), round(_BALANCE_LAUNCHES * launch / row))
+  copy = sending + slot_seconds(matmuls, width, inner)
+  return LayerCost(PlanCost(round(copy / row), capacity), round(device["balance_seconds"] / row))
 
 
 def row_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
@@ -151,12 +138,12 @@ def row_seconds(device: Device, width: int, inner: int, direction: str = "forwar
 def slot_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
   """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
   rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction)
-  return rows + _WORK[direction] * reading_seconds(device, width, inner)
+  return rows + reading_seconds(device, width, inner, direction)
 
 
-def reading_seconds(device: Device, width: int, inner: int) -> float:
-  """What reading an expert's weights once adds to its matmuls."""
-  seconds = _WEIGHT_BYTES * expert_size(width, inner) / device["memory_rate"]
+def reading_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+  """What reading an expert's weights adds to its matmuls; backward also writes gradients."""
+  seconds = _WORK[direction] * _WEIGHT_BYTES * expert_size(width, inner) / device["memory_rate"]
   return device["weights_exposed"] * seconds
 
 
