@@ -19,8 +19,9 @@ def plan_text(plan: Plan) -> str:
     return _fields(plan)
   expert_GS, quota_EG, _ = (np.asarray(leaf) for leaf in plan)
   num_experts, num_ranks = quota_EG.shape[-2:]
+  slots = expert_GS.shape[-1]
   return (
-    f"Plan({num_ranks} ranks, {num_experts} experts, {expert_GS.shape[-1]} slots: "
+    f"Plan({num_ranks} ranks, {num_experts} experts, {slots} slot{'s' * (slots != 1)}: "
     f"{int((expert_GS >= 0).sum())} copies, busiest / mean rank "
     f"{_imbalance(quota_EG.sum(axis=-2)):.2f})"
   )
@@ -31,12 +32,14 @@ def stats_text(stats: LayerStats) -> str:
   if not _concrete(stats):
     return _fields(stats)
   lead, (num_ranks, num_experts) = stats.load_GE.shape[:-2], stats.load_GE.shape[-2:]
-  of = f"{'×'.join(map(str, lead))} of " if lead else ""
+  times = int(np.prod(lead, dtype=np.int64))
+  of = f"{times} times " if times != 1 else ""
+  rounds = int(np.max(stats.rounds))
   before, after = _imbalance(stats.load_before_G), _imbalance(stats.load_after_G)
   return (
     f"LayerStats({of}{num_ranks} ranks, {num_experts} experts: busiest / mean rank {before:.2f} "
     f"before, {after:.2f} after; {int(np.sum(stats.replicas))} copies, "
-    f"{int(np.max(stats.rounds))} rounds)"
+    f"{rounds} round{'s' * (rounds != 1)})"
   )
 
 

@@ -93,6 +93,37 @@ def trace_setting(trace: Trace, model: ModelShape, device: Device, **changes: An
   return Setting(model=shape, device=device, **{**fields, **changes})
 
 
+def recorded_shape(trace: Trace) -> ModelShape | None:
+  """The shape that a trace's metadata has under ``"model"``; ``None`` if it has none.
+
+  It says ``embed_dim``, ``expert_dim`` and ``top_k``, and may say ``name`` and ``moe_layers``.
+  What is outside the routed experts (attention, shared experts, vocabulary) is not known: 0.
+  """
+  said = trace.manifest.metadata.get("model")
+  if not isinstance(said, dict):
+    return None
+  widths = [said.get(name) for name in ("embed_dim", "expert_dim", "top_k")]
+  if not all(isinstance(width, int) and width > 0 for width in widths):
+    return None
+  embed_dim, expert_dim, top_k = widths
+  layers = said.get("moe_layers")
+  return ModelShape(
+    name=str(said.get("name", trace.manifest.name)),
+    moe_layers=layers if isinstance(layers, int) and layers > 0 else len(trace.layers),
+    embed_dim=embed_dim,
+    expert_dim=expert_dim,
+    num_experts=trace.manifest.num_experts,
+    top_k=top_k,
+    attention_params=0,
+    context_dim=0,
+    shared_dim=0,
+    dense_layers=0,
+    dense_dim=0,
+    vocabulary=0,
+    source="the trace",
+  )
+
+
 def tokens_of(per_rank: np.ndarray, top_k: int) -> int:
   """Tokens of a rank whose assignments are so many on average, at least 1."""
   return max(round(float(per_rank.mean()) / top_k), 1) if per_rank.size else 1

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ultraep_jax.simulate.plots import figure
-from ultraep_jax.simulate.text import table
+from ultraep_jax.tables import table
 
 _COLORS = {"none": "#b0413e", "quota": "#2f6b4f", "ideal": "#888888"}
 
