@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ultraep_jax.types import LayerStats, Plan
 
@@ -110,7 +111,7 @@ def _concrete(values: Sequence[Any]) -> bool:
   """Whether there are numbers to show: not while tracing, nor of another process."""
   return all(
     hasattr(leaf, "shape")
-    and not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+    and not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
     and getattr(leaf, "is_fully_addressable", True)
     for leaf in values
   )

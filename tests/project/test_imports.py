@@ -35,7 +35,7 @@ ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
 ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
 ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
-ultraep_jax/files ultraep_jax/tables
+ultraep_jax/figures ultraep_jax/files ultraep_jax/tables
 pallas_kernels/__init__
 pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing

@@ -93,6 +93,7 @@ def _slots(trace: Trace) -> list[int]:
 
 def _row(trace: Trace, slots: int, outcomes: dict[str, Any]) -> dict[str, Any]:
   none, timed, quota = (outcomes[name] for name in ("none", "quota (time)", "quota"))
+  timed = timed if slots else none  # the program plans nothing then
   return {
     "slots": slots,
     "imbalance_mean": float(quota.imbalance.mean()),
@@ -107,7 +108,7 @@ def _advice(rows: list[dict[str, Any]], device: str) -> str:
   best = min(row["layer_ms"] for row in rows)
   chosen = next(row for row in rows if row["layer_ms"] <= best * (1 + _NEAR))
   if not chosen["slots"]:
-    return f'on {device} no copy pays off at these sizes; the default, objective="time", makes none'
+    return f'at these sizes no copies save time on {device}: strategy="none" is the fastest'
   return (
     f"replica_slots={chosen['slots']}: imbalance {rows[0]['imbalance_mean']:.2f} → "
     f"{chosen['imbalance_mean']:.2f}, about {chosen['saved_ms_a_step']:.2f} ms saved a step on "

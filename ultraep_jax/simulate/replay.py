@@ -6,7 +6,7 @@ Slots, domains, target and transfer are those of the recorded layers unless they
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -102,14 +102,13 @@ def recorded_shape(trace: Trace) -> ModelShape | None:
   said = trace.manifest.metadata.get("model")
   if not isinstance(said, dict):
     return None
-  widths = [said.get(name) for name in ("embed_dim", "expert_dim", "top_k")]
-  if not all(isinstance(width, int) and width > 0 for width in widths):
+  embed_dim, expert_dim, top_k = (said.get(name) for name in ("embed_dim", "expert_dim", "top_k"))
+  if not (_is_size(embed_dim) and _is_size(expert_dim) and _is_size(top_k)):
     return None
-  embed_dim, expert_dim, top_k = widths
   layers = said.get("moe_layers")
   return ModelShape(
     name=str(said.get("name", trace.manifest.name)),
-    moe_layers=layers if isinstance(layers, int) and layers > 0 else len(trace.layers),
+    moe_layers=layers if _is_size(layers) else len(trace.layers),
     embed_dim=embed_dim,
     expert_dim=expert_dim,
     num_experts=trace.manifest.num_experts,
@@ -122,6 +121,10 @@ def recorded_shape(trace: Trace) -> ModelShape | None:
     vocabulary=0,
     source="the trace",
   )
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+  return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def tokens_of(per_rank: np.ndarray, top_k: int) -> int:

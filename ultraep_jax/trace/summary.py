@@ -51,6 +51,8 @@ def summarise(trace: Trace) -> dict[str, Any]:
 
 def trace_advice(trace: Trace) -> list[str]:
   """What keeps the least even record uneven, and what would help."""
+  if not len(trace):
+    return []
   worst = int(np.argmax(trace.imbalance_after_N))
   return advice.of_load(
     trace.load_NGE[worst],

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ultraep_jax.trace.reader import Trace
+from ultraep_jax.trace.summary import trace_advice
 from ultraep_jax.viewer.links import token_links
 
 _BUDGET = 4_000_000  # numbers of all records that the page shows in detail
@@ -65,6 +66,7 @@ def payload(trace: Trace, budget: int = _BUDGET) -> dict[str, Any]:
     "shownSteps": len(np.unique(shown.step_N)),
     "steps": len(np.unique(trace.step_N)),
     "problems": list(trace.problems),
+    "advice": trace_advice(trace),
     **_pack(arrays),
   }
 
