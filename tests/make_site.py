@@ -34,7 +34,7 @@ def main() -> int:
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)  # it colours every character
   if done.returncode or "griffe:" in said:  # which complains about docstrings
-    print(said)
+    print(said.partition("Traceback")[0])
     return 1
   broken = broken_links(SITE)
   print(*broken, sep="\n")

@@ -63,6 +63,13 @@ def trace_advice(trace: Trace) -> list[str]:
   )
 
 
+def in_words(value: Any) -> str:
+  """A value of the metadata, as people read it."""
+  if isinstance(value, dict):
+    return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+  return str(value)
+
+
 def percentiles(values: np.ndarray) -> dict[str, float]:
   """Of some records' imbalance."""
   return {str(p): float(np.percentile(values, p)) for p in PERCENTILES}

@@ -118,6 +118,7 @@ function timeline(run, records, positions, side, shape, colors, chosen) {
       hovertemplate: `step %{x}: %{y:.3f}× ${name}<extra></extra>`,
     });
   return [traces, layout(colors, {
+    legend: { orientation: "h", y: -0.14, yanchor: "top" },
     barmode: "stack", bargap: 0.05, showlegend: shape === "stacked" && run.ranks <= 16,
     hovermode: "closest", dragmode: "zoom",
     xaxis: { title: "step", anchor: "y2" },
