@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import kept_programs
+import make_figures
 import make_site
 import pytest
 
@@ -103,6 +104,15 @@ def test_broken_links_are_found(tmp_path):
   )
   broken = ["index.html: " + link for link in ("#none", "folder/#none", "none.png", "none/")]
   assert make_site.broken_links(tmp_path) == broken
+
+
+def test_the_chart_of_results_is_its_table():
+  rows = make_figures.many_models((ROOT / "docs/results.md").read_text())
+  assert len(rows) == 8 and rows[0] == ("Qwen3-235B (128 experts)", "zipf", [7.05, 4.91, 4.60])
+  figure = make_figures.draw(rows)
+  for ax in figure.axes:
+    assert [text.get_text() for text in ax.get_xticklabels()][1] == "gpt-oss-120b"
+    assert len(ax.patches) == 3 * 4
 
 
 def test_pages_made_from_other_files(tmp_path):

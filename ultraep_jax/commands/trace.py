@@ -75,7 +75,9 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
     f"{manifest.replica_slots} replica slots a rank"
   ]
   lines += [f"left out: {problem}" for problem in trace.problems]
-  lines += [f"{name.replace('_', ' ')}: {in_words(value)}" for name, value in manifest.metadata.items()]
+  lines += [
+    f"{name.replace('_', ' ')}: {in_words(value)}" for name, value in manifest.metadata.items()
+  ]
   if not len(trace):
     return "\n".join([*lines, "no records"])
   low, high = summary["steps"]
