@@ -20,7 +20,7 @@ FLAGS = (
   "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars "
   "--virtual-time-budget=12000 --run-all-compositor-stages-before-draw"
 )
-SIZES = {"": (1280, 1560), "_narrow": (500, 2600)}
+SIZES = {"": (1280, 1560), "_narrow": (500, 1560)}
 
 
 def main() -> int:

@@ -138,8 +138,8 @@ def broken_links(site: pathlib.Path) -> list[str]:
         target = (path.parent / urllib.parse.unquote(parts.path)).resolve()
         target = target / "index.html" if target.is_dir() else target
       anchor = urllib.parse.unquote(parts.fragment)
-      known = pages[target].anchors if target in pages else {""}
-      if not target.exists() or (anchor and anchor not in known and not anchor.startswith("__")):
+      known = pages[target].anchors | {""} if target in pages else {anchor}
+      if not target.exists() or (anchor not in known and not anchor.startswith("__")):
         broken.append(f"{path.relative_to(site)}: {link}")
   return sorted(set(broken))
 
