@@ -126,9 +126,8 @@ def test_a_plan_is_a_line_with_what_it_reaches():
 
 def test_statistics_are_a_line_and_bars():
   stats = layer_stats(FLAT[None])
-  assert repr(stats) == (
-    "LayerStats(8 ranks, 32 experts: busiest / mean rank 4.00 before, 4.00 after; 0 copies, 1 round)"
-  )
+  text = "busiest / mean rank 4.00 before, 4.00 after; 0 copies, 1 round"
+  assert repr(stats) == f"LayerStats(8 ranks, 32 experts: {text})"
   assert repr(layer_stats(np.stack([FLAT, FLAT]))).startswith("LayerStats(2 times 8 ranks")
   html = stats._repr_html_()
   assert html.count("<tr>") == RANKS + 1
