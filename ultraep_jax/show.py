@@ -32,6 +32,7 @@ def stats_text(stats: LayerStats) -> str:
   """Likewise, with the load before and the rounds; of the least even layer and token group."""
   if not _concrete(stats):
     return _fields(stats)
+  stats = jax.tree.map(np.asarray, stats)  # no computation on devices
   lead, (num_ranks, num_experts) = stats.load_GE.shape[:-2], stats.load_GE.shape[-2:]
   times = int(np.prod(lead, dtype=np.int64))
   of = f"{times} times " if times != 1 else ""

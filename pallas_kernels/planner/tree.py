@@ -34,7 +34,7 @@ def direct(vectors: Vectors, problem: Problem) -> None:
 
 
 def relayed(vectors: Vectors, problem: Problem) -> None:
-  """The trees of the least busiest egress, then the least depth: ``expert`` to ``parent``."""
+  """The trees of the lowest maximum egress, then the least depth: ``expert`` to ``parent``."""
   members = Members.read(vectors, problem)
   least_egress(members)
   _arrange(members)

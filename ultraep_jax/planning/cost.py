@@ -90,8 +90,8 @@ def cost_on(
 ) -> LayerCost:
   """What balancing a layer costs on such devices, with the kernels or in plain JAX.
 
-  On devices of which nothing is known, such as CPUs, copies weigh nothing: the planner balances
-  as well as it can, with as few copies as that takes.
+  Copies weigh nothing on devices without a description, such as CPUs. The planner then balances as
+  well as it can, with as few copies as that takes.
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
