@@ -1,7 +1,7 @@
 """Requests packed into rows, and what a model makes of them: the protocol of prefill.
 
 A model is an ``nnx.Module`` with ``__call__(batch: PackedBatch) -> PrefillResult`` and an
-attribute ``vocab_size: int``. If it takes tokens in blocks, it has ``attention_block: int`` too, and
+attribute ``vocab_size: int``. If it takes tokens in blocks, it also has ``attention_block: int``;
 requests must start at multiples of it. A request's result must not depend on what else is in the
 batch.
 """

@@ -1,11 +1,13 @@
 """The command line: every command, what it prints, what it refuses and how it ends."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
 import json
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -63,11 +65,35 @@ def test_help(name, capsys):
 def test_list_of_commands(capsys):
   with pytest.raises(SystemExit, match="0"):
     cli.main(["--help"])
-  listed = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
+  listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
   assert listed == list(cli.COMMANDS)
-  documents = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
+  readme = (ROOT / "README.md").read_text()
   for name in cli.COMMANDS:
-    assert all(f"ultraep_jax {name}" in document for document in documents), name
+    assert f"ultraep {name}" in readme, name
+
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_pages_are_right(page, monkeypatch):
+  """They parse; what they name need not be there. Measurements have parsers of their own."""
+  text = page.read_text()
+  lines = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*ultraep (.+)$", text, re.MULTILINE)
+  lines += re.findall(r"`ultraep ([^`]+)`", text)
+  for line in lines:
+    name, *arguments = shlex.split(line.replace("…", ""), comments=True)
+    if name in cli.COMMANDS and name not in ("demo", "bench") and "COMMAND" not in line:
+      command = importlib.import_module(f"ultraep_jax.commands.{name}")
+      parser = argparse.ArgumentParser()
+      command.add_arguments(parser)
+      monkeypatch.setattr(
+        parser, "error", lambda message, line=line: pytest.fail(f"{line}: {message}")
+      )
+      if arguments:
+        parser.parse_args([a if a != "N" else "2" for a in arguments])
+    else:
+      assert name in (*cli.COMMANDS, "COMMAND"), line
 
 
 @pytest.mark.parametrize(
