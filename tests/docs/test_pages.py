@@ -58,6 +58,8 @@ def test_code_of_a_page_runs_as_pasted(page, clone):
     timeout=300,
   )
   assert done.returncode == 0, done.stderr[-3000:]
+  if page.stem in ("README", "index"):  # which show what is printed
+    assert done.stdout.splitlines()[0] in page.read_text()
 
 
 # --- words -----------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_doctor_prints_text_and_json(capsys):
 
 def test_doctor_checks_a_layer(capsys):
   status, text, _ = run(capsys, "doctor")
-  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 to 1.0'
+  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 before, 1.0'
   assert status == 0 and re.search(expected, text)
 
 

@@ -91,7 +91,7 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
     for name, row in layers.items()
     for side in ("before", "after")
   ]
-  lines.append(table(["busiest / mean rank", "", *head], rows))
+  lines.append(table(["busiest / mean rank", "", *head], rows, digits=3))
   lines.append(
     f"per record: {summary['replicas']:.1f} copies ({summary['relayed']:.1f} relayed), "
     f"{summary['replica_megabytes']:.3g} MB, {summary['remote_fraction']:.1%} of the assignments "
