@@ -117,6 +117,16 @@ def test_the_chart_of_results_is_its_table():
     assert len(ax.patches) == 3 * 4
 
 
+def test_sources_of_constants_are_sections_of_the_laboratory():
+  pointers = set()
+  for path in (ROOT / "ultraep_jax").rglob("*.json"):
+    pointers |= set(re.findall(r"(docs/lab/\w+\.md), ([^\"]+)", path.read_text()))
+  assert len(pointers) > 8
+  for page, rest in pointers:
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert any(rest.startswith(h) or h.startswith(rest.split(":")[0]) for h in headings), rest
+
+
 def test_pages_made_from_other_files(tmp_path):
   notebook = make_site.notebook_page(ROOT / "examples/balance_explorer.ipynb")
   assert "```python" in notebook and "](notebook/" in notebook and "../docs/" not in notebook
