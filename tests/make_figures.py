@@ -34,7 +34,7 @@ def many_models(text: str) -> list[tuple[str, str, list[float]]]:
 def draw(rows: list[tuple[str, str, list[float]]]):
   """Times over those of equal loads, a panel for each kind of loads."""
   kinds = list(dict.fromkeys(loads for _, loads, _ in rows))
-  made, axes = figure(len(kinds), 11, 3.8)
+  made, axes = figure(len(kinds), 9, 3.6)
   for ax, kind in zip(axes, kinds, strict=True):
     mine = [(model, times) for model, loads, times in rows if loads == kind]
     for i, strategy in enumerate(STRATEGIES):
@@ -46,10 +46,13 @@ def draw(rows: list[tuple[str, str, list[float]]]):
         color=COLORS[strategy],
         label=LABELS[strategy],
       )
-      ax.bar_label(bars, [f"{times[i]:.3g} ms" for _, times in mine], fontsize=6, padding=2)
+      ax.bar_label(
+        bars, [f"{times[i]:.3g} ms" for _, times in mine], fontsize=6.5, padding=2, rotation=90
+      )
     ax.set_xticks(range(len(mine)), [model.partition(" (")[0] for model, _ in mine], fontsize=9)
     ax.set_title(f"Time over that of equal loads, {kind} loads", loc="left", fontsize=10)
-    ax.set_ylim(0, 1.9)
+    ax.set_ylim(0, 2.2)
+    ax.margins(x=0.02)
   legend_above(made, axes[0])
   return made
 

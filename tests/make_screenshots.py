@@ -1,7 +1,7 @@
 """Takes the pictures of the documentation: ``python tests/make_screenshots.py TRACE``.
 
-The viewer's page of a trace, such as the demo's, and the site's front page, in headless Chromium:
-light, dark and as narrow as a telephone. Needs chromium, and ``tests/make_site.py`` run before.
+The viewer's page of a trace, such as the demo's, in headless Chromium: light, dark and as narrow as
+a telephone. With ``--site`` the front page of the site too, which ``tests/make_site.py`` made.
 """
 
 import argparse
@@ -28,6 +28,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("trace", help="folder of a trace")
   parser.add_argument("--out", type=pathlib.Path, default=IMAGES, help="folder of the pictures")
+  parser.add_argument("--site", action="store_true", help="the site's front page too")
   args = parser.parse_args()
   chromium = shutil.which("chromium")
   if chromium is None:
@@ -36,7 +37,7 @@ def main() -> int:
   with tempfile.TemporaryDirectory() as folder:
     page = pathlib.Path(folder) / "viewer.html"
     page.write_text(render([trace.read(args.trace)]), encoding="utf-8")
-    shots = [("viewer", page), ("site", ROOT / "site/index.html")]
+    shots = [("viewer", page), ("site", ROOT / "site/index.html")][: 1 + args.site]
     for name, path in shots:
       for suffix, size in SIZES.items():
         for theme in ("light", "dark"):
