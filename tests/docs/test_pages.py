@@ -17,6 +17,8 @@ MADE = {ROOT / "docs" / name for name in make_site.MADE}
 WRITTEN = [ROOT / "README.md", *(page for page in GUIDES if page not in MADE)]
 # Blocks with a title, such as what they need, are not run.
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A block right behind a block of code shows what that prints.
+PRINTED = re.compile(r"^```python\n[^`]*?^```\n\n```(?:text)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 LONGEST = 35  # words of a sentence
 
@@ -42,7 +44,8 @@ def clone(tmp_path_factory) -> pathlib.Path:
 def test_code_of_a_page_runs_as_pasted(page, clone):
   code = code_of(page)
   if "make_mesh((8,)" in code:
-    assert code.count(DEVICES) == 1
+    lines = [line for line in code.splitlines() if line]
+    assert lines.index("import jax") + 1 == lines.index(DEVICES) and lines.count(DEVICES) == 1
   environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
   environment |= kept_programs.settings() | {
     "JAX_PLATFORMS": "cpu",
@@ -58,8 +61,8 @@ def test_code_of_a_page_runs_as_pasted(page, clone):
     timeout=300,
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  if page.stem in ("README", "index"):  # which show what is printed
-    assert done.stdout.splitlines()[0] in page.read_text()
+  for shown in PRINTED.findall(page.read_text()):
+    assert shown in done.stdout
 
 
 # --- words -----------------------------------------------------------------------------------

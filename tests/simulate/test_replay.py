@@ -101,7 +101,7 @@ def test_command(tmp_path, capsys):
   assert quota["copies"] == pytest.approx(trace.replicas_N.mean())
   assert cli.main(command) == 0
   out = capsys.readouterr().out
-  assert "4 ranks in domains of 4, 8 tokens a rank, 2 slots" in out and "training" in out
+  assert "4 ranks in domains of 4, 16 tokens a rank, 2 slots" in out and "training" in out
 
 
 @pytest.mark.parametrize(
