@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -197,6 +198,24 @@ def test_doctor_checks_a_layer(capsys):
   status, text, _ = run(capsys, "doctor")
   expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 before, 1.0'
   assert status == 0 and re.search(expected, text)
+
+
+@pytest.mark.parametrize(
+  ("environment", "devices"), [({}, "4 x virtual cpu"), ({"JAX_NUM_CPU_DEVICES": "2"}, "2 x cpu")]
+)
+def test_doctor_has_something_to_balance_on_a_cpu(environment, devices):
+  own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  done = subprocess.run(
+    command("doctor"),
+    cwd=ROOT,
+    env=own | environment | {"JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert f"devices:        {devices} (1 process)" in done.stdout
+  assert "imbalance 1.50 before, 1.0" in done.stdout
+  assert "bfloat16" in done.stdout and "is rounding" in done.stdout
 
 
 def test_doctor_says_where_kernels_run(capsys, monkeypatch):
