@@ -97,7 +97,7 @@ def check(capsys, words: Sequence[str]) -> None:
   assert status in (0, 1, 2) and "Traceback" not in said, (words, status, said)
   if status:
     line = said.splitlines()[-1]
-    assert re.match(r"(python -m ultraep_jax|train_tiny_moe)", line), (words, said)
+    assert re.match(r"(ultraep|train_tiny_moe)", line), (words, said)
     assert len(line) < 1000 and "Error" not in line.replace("[Errno", ""), (words, said)
 
 
@@ -277,7 +277,7 @@ def test_numbers_of_processes(count, capsys):
 def test_unknown_options_show_the_usage_of_their_command(capsys):
   for line, usage in (("plan --skew 5", "plan"), ("trace show x --skew 5", "trace show")):
     status, said = run(capsys, line.split())
-    assert status == 2 and said.startswith(f"usage: python -m ultraep_jax {usage} [")
+    assert status == 2 and said.startswith(f"usage: ultraep {usage} [")
     assert f"{usage}: error: unrecognized arguments: --skew" in said
 
 
@@ -296,7 +296,7 @@ for line in ("doctor", "doctor --json", "plan {TINY}", "bench layer"):
     text=True,
     check=True,
   )
-  lines = [line for line in done.stderr.splitlines() if line.startswith("python -m ultraep_jax")]
+  lines = [line for line in done.stderr.splitlines() if line.startswith("ultraep")]
   assert len(lines) == 4 and "Traceback" not in done.stderr
   assert all("devices: expected some that JAX can start, got: " in line for line in lines)
 

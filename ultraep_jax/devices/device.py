@@ -1,6 +1,6 @@
 """The description of one kind of device, read from a JSON file.
 
-Those of this folder come with the package; ``python -m ultraep_jax bench costs --write FILE`` and
+Those of this folder come with the package; ``ultraep bench costs --write FILE`` and
 ``bench tune --write FILE`` make one where there is none::
 
   {"format": 1, "name": "h200", "kinds": ["NVIDIA H200"], "hardware": "4 × NVIDIA H200, …",
