@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import test_megatron
 import traces
+from fake_devices import gpus
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from ultraep_jax import cli, testing
+from ultraep_jax import cli, nodes, testing
 from ultraep_jax.bench.kernels import exchange as bench_exchange
 from ultraep_jax.bench.kernels import plan as bench_plan
 from ultraep_jax.commands import bench, demo
@@ -187,8 +188,10 @@ def test_doctor_prints_text_and_json(capsys):
   assert status == 0 and "check" not in text
   status, out, _ = run(capsys, "doctor", "--no-check", "--json")
   report = json.loads(out)
-  assert report["implementation"] == "portable" and report["reason"] in text
-  assert "the kernels need NVIDIA GPUs" in report["reason"]
+  assert report["implementation"] == "portable" and report["nodes"] == [8]
+  for operation, (picked, reason) in report["operations"].items():
+    assert picked == "portable" and reason == "the kernels need NVIDIA GPUs, this is a cpu"
+    assert re.search(rf"^  {operation} +portable +{reason}$", text, re.MULTILINE)
   assert sum(report["devices"].values()) == 8 and report["check"] is None
   assert "as if copies cost nothing" in report["description"] and report["description"] in text
   assert 'jax.make_mesh((8,), ("expert",))' in report["mesh"]
@@ -218,10 +221,20 @@ def test_doctor_has_something_to_balance_on_a_cpu(environment, devices):
   assert "bfloat16" in done.stdout and "is rounding" in done.stdout
 
 
-def test_doctor_says_where_kernels_run(capsys, monkeypatch):
-  monkeypatch.setattr(sys.modules["ultraep_jax.doctor"], "why_portable", lambda: None)
-  status, text, _ = run(capsys, "doctor", "--no-check")
-  assert status == 0 and '"auto" picks "mosaic_gpu": its kernels run on these devices' in text
+def test_doctor_says_what_runs_by_kernels(capsys, monkeypatch):
+  with gpus():
+    status, text, _ = run(capsys, "doctor", "--no-check")
+  assert status == 0 and '"auto" is mosaic_gpu\n' in text
+  assert len(re.findall("mosaic_gpu  its kernel runs here", text)) == 6
+  with gpus("10.0"):
+    text = run(capsys, "doctor", "--no-check")[1]
+  assert '"auto" is mosaic_gpu, portable matmul\n' in text
+  assert len(re.findall("compiles for Blackwell GPUs and has never run", text)) == 5
+  monkeypatch.setattr(nodes, "_node", lambda device: (device.id // 2,))
+  with gpus():
+    text = run(capsys, "doctor", "--no-check")[1]
+  assert '4, of 2 devices; domain_size="auto" keeps copies among 2 ranks' in text
+  assert '"auto" is mosaic_gpu, portable replicate, exchange\n' in text
 
 
 @pytest.mark.parametrize(
@@ -279,11 +292,10 @@ def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch
 
 
 def test_mesh_advice():
-  one = mesh_advice(1, 1, "cpu")
+  one = mesh_advice(1, "cpu")
   assert "nothing to balance" in one and "jax_num_cpu_devices" in one
-  assert "jax_num_cpu_devices" not in mesh_advice(1, 1, "gpu")
-  assert "domain_size" not in mesh_advice(8, 8, "gpu")
-  assert "domain_size=8 keeps copies" in mesh_advice(64, 8, "gpu")
+  assert "jax_num_cpu_devices" not in mesh_advice(1, "gpu")
+  assert '("expert",))' in mesh_advice(8, "gpu")
 
 
 # --- plan ------------------------------------------------------------------------------------

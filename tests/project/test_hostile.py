@@ -31,6 +31,7 @@ LOADS = "--tokens=64 --steps=1 --layers=1 --seeds=1 --period=1 --strategies none
 CHEAP = {
   "plan": f"plan {TINY}",
   "simulate": f"simulate --ranks=4 {LOADS}",
+  "recommend": "recommend --model=Qwen3-235B --records=1 {trace}",
   "doctor": "doctor --no-check",
   "paper": "paper",
   "view": "view {trace} --html={out}",
@@ -138,7 +139,7 @@ def test_a_hostile_value_is_refused_in_one_line(name, places, capsys):
       if action.option_strings:
         check(capsys, [*cheap, f"{action.option_strings[-1]}={value}"])
       elif action.nargs in ("*", "+", "?", None):
-        check(capsys, [*cheap[: -1 if name == "trace show" else None], value])
+        check(capsys, [*cheap[: -1 if name in ("trace show", "recommend") else None], value])
   assert number or name == "doctor"
 
 

@@ -242,7 +242,7 @@ def _row(
   num_ranks, num_experts = load_GE.shape
   plan = plan_quotas(jnp.asarray(load_GE), config)
   quota_EG, tokens_GP = np.asarray(plan.quota), np.asarray(slot_sizes(plan))
-  domain = num_ranks if config.domain_size is None else config.domain_size
+  domain = config.domain_of(num_ranks)
   domain_load = load_GE.sum(axis=0).reshape(num_ranks // domain, -1).sum(axis=1)
   planned_G = quota_EG.sum(axis=0)
   capacity = row_capacity(max(choice.assignments for choice in ranks), 1, num_ranks, config)

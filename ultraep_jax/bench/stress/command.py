@@ -64,7 +64,10 @@ def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None
       problem = stress_transfers.Problem(mesh, args.scale, args.seed, args.streams)
       problems = stress_transfers.stress(part, operations, problem, args.repetitions)
     else:
-      print(f"{part}: implementations {implementation.resolve(args.implementation)}", flush=True)
+      picked = args.implementation
+      if picked == "auto":
+        picked = implementation.summary(implementation.picks())
+      print(f"{part}: implementation {picked}", flush=True)
       compare = _COMPARISONS[part]
       problems = compare(found, args.scale, args.seed, args.implementation, _say(part))
     wrong += (f"{part}: {text}" for text in problems)
