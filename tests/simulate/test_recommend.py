@@ -1,12 +1,14 @@
 """``recommend`` and ``simulate --trace``: widths are the trace's, and what is assumed is said."""
 
+import dataclasses
 import json
 
 import pytest
 import traces
 
 from ultraep_jax import cli
-from ultraep_jax.simulate.replay import recorded_shape
+from ultraep_jax.devices.device import Device
+from ultraep_jax.simulate.replay import recorded_shape, trace_setting
 from ultraep_jax.trace import Recorder, read
 
 WIDE = {"embed_dim": 4096, "expert_dim": 1536, "top_k": 2, "moe_layers": 3, "name": "wide"}
@@ -20,6 +22,17 @@ def write(path, model: object = None, steps: int = 4, tokens: int = 64) -> str:
       load_GE = traces.loads(step) * tokens
       recorder.record(step, {"layer0": traces.stats_of(load_GE)}, axes=())
   return str(path)
+
+
+def test_domains_are_those_of_the_layers(tmp_path):
+  trace = read(write(tmp_path / "trace", WIDE))
+  assert trace.manifest.config["domain_size"] == "auto"
+  for declared, ranks in (("auto", 4), (None, 4), (2, 2)):
+    config = {**trace.manifest.config, "domain_size": declared}
+    other = dataclasses.replace(trace, manifest=dataclasses.replace(trace.manifest, config=config))
+    shape = recorded_shape(other)
+    assert shape is not None
+    assert trace_setting(other, shape, Device.load("h200")).domain_size == ranks
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:

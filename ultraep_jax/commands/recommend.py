@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ultraep_jax.advice import recorded_config
 from ultraep_jax.commands.simulate import model_of
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
@@ -85,7 +86,7 @@ def _chosen(trace: Trace, most: int) -> np.ndarray:
 def _slots(trace: Trace) -> list[int]:
   """0, 1, 2, 4, …, and as many as make every load even."""
   manifest = trace.manifest
-  domain = manifest.config.get("domain_size") or manifest.num_ranks
+  domain = recorded_config(manifest.config).domain_of(manifest.num_ranks)
   most = slots_that_suffice(manifest.num_experts // manifest.num_ranks * domain, domain)
   powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
   return [0, *powers, most]

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from ultraep_jax.advice import recorded_config
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import ModelShape
@@ -81,10 +82,9 @@ def trace_setting(trace: Trace, model: ModelShape, device: Device, **changes: An
     ValueError: the changes do not fit the trace.
   """
   manifest, per_rank = trace.manifest, trace.load_NGE.sum(axis=2, dtype=np.int64)
-  domain = manifest.config.get("domain_size")
   fields = {
     "num_ranks": manifest.num_ranks,
-    "domain_size": manifest.num_ranks if domain is None else domain,
+    "domain_size": recorded_config(manifest.config).domain_of(manifest.num_ranks),
     "tokens": tokens_of(per_rank, model.top_k),
     "replica_slots": manifest.replica_slots,
     "relay": manifest.config.get("transfer") != "direct",
