@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_megatron
+import router_traces
 import traces
 from fake_devices import gpus
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -424,8 +424,8 @@ def test_plan_refuses_wrong_numbers(arguments, message, capsys):
 
 
 def test_trace_show_and_import(tmp_path, capsys):
-  test_megatron.write_run(tmp_path / "from")
-  arguments = ("import", tmp_path / "from", tmp_path / "to", "--experts", test_megatron.E)
+  router_traces.write_run(tmp_path / "from")
+  arguments = ("import", tmp_path / "from", tmp_path / "to", "--experts", router_traces.E)
   status, text, _ = run(capsys, "trace", *arguments)
   assert status == 0 and "6 records, steps 0 to 2" in text
   assert "after: as planned on import, not measured" in text

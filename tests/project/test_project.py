@@ -4,6 +4,7 @@ import importlib
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -87,6 +88,15 @@ def test_links_of_documents_exist(document):
   prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
   for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
     assert "://" in link or (path.parent / link).exists(), f"{document}: {link}"
+
+
+def test_files_are_short():
+  """A file has one subject; a test file goes with one of them."""
+  lines = {path: (ROOT / path).read_text().count("\n") for path in FILES}
+  product = {path: count for path, count in lines.items() if not path.startswith("tests/")}
+  assert statistics.median(product.values()) <= 150
+  assert not {path: count for path, count in product.items() if count > 400}
+  assert not {path: count for path, count in lines.items() if count > 500}
 
 
 def test_python_versions_agree():

@@ -148,7 +148,6 @@ def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
   ) -> Any:
     results, copies = gated_beside(
       replication([gate, up, wo], *plan, axis_name=AXIS, tuning=tuning),
-      lambda copies: (copies[0], copies[1]),
       rows,
       gate,
       up,
