@@ -246,6 +246,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tie_word_embeddings": False,
     "quantization_config": _FP8 | {"fmt": "float8_e4m3fn"},
   },
+  "qwen2_moe": {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    **_SMALL,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "max_window_layers": 3,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 1000000.0,
+    "sliding_window": 13,
+    "use_sliding_window": True,
+    "tie_word_embeddings": False,
+  },
   # transformers has no kimi_k2: its DeepSeek-V3 computes the logits.
   "kimi_k2": _DEEPSEEK
   | {

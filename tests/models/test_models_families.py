@@ -19,6 +19,7 @@ FAST = {
   "dots1": ("2", "none"),
   "ernie4_5_moe": ("4", "quota"),
   "minimax_m2": ("1", "none"),
+  "qwen2_moe": ("2", "quota"),
   "kimi_k2": ("2x4", "quota"),
 }
 MESHES = {"1": "none", "2": "quota", "4": "none", "8": "quota"}

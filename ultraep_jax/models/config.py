@@ -6,6 +6,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
+from ultraep_jax.activations import Activation
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.models import families
 from ultraep_jax.models import hf_fields as fields
@@ -29,6 +32,11 @@ class ModelConfig:
     dense_dim: inner width of a dense MLP; 0 where no layer has one.
     expert_dim: F, inner width of an expert.
     num_shared_experts: experts that every token takes, kept as one MLP.
+    shared_gate: they count as often as a sigmoid of the token says.
+    expert_layout: where the matrices into an expert are, a name of ``types.Layout``.
+    expert_bias: every matrix of an expert has a bias.
+    activation: what is between the matrices of an expert; of ``ultraep_jax.activations``, or such.
+    router_bias: the routers' logits have a bias.
     gating: how every router chooses.
     norm_eps: added to the mean square in norms.
     tied_embeddings: the output matrix is the embedding.
@@ -48,6 +56,11 @@ class ModelConfig:
   dense_dim: int = 0
   expert_dim: int
   num_shared_experts: int = 0
+  shared_gate: bool = False
+  expert_layout: str = "apart"
+  expert_bias: bool = False
+  activation: Activation = jax.nn.silu
+  router_bias: bool = False
   gating: GatingConfig
   norm_eps: float = 1e-6
   tied_embeddings: bool = False

@@ -24,7 +24,7 @@ from ultraep_jax.models.rows import by_rows, row_axes
 from ultraep_jax.models.spans import Spans, spans_of
 from ultraep_jax.packed import PackedBatch
 from ultraep_jax.stats import Measured
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, Layout
 
 Params = Mapping[str, Array]
 
@@ -256,10 +256,11 @@ def _block(kind: Layer) -> Block:
   return Block(
     gating=kind.config.gating,
     config=kind.balance,
-    activation=jax.nn.silu,
+    activation=kind.config.activation,
     dtype=None,
     axis_name=AXIS,
     token_axes=row_axes(),
+    layout=Layout(kind.config.expert_layout),
   )
 
 

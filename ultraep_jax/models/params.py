@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ultraep_jax.block import param_axes, param_shapes
+from ultraep_jax.block import ROUTER, param_axes, param_shapes
 from ultraep_jax.mesh import is_explicit
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.parts import GroupedQuery, Latent, Mixer
@@ -137,10 +137,22 @@ def _dense(config: ModelConfig) -> dict[str, Spec]:
 def _moe(config: ModelConfig) -> dict[str, Spec]:
   gating = config.gating
   shapes = param_shapes(
-    config.embed_dim, config.expert_dim, gating.num_experts, config.num_shared_experts
+    config.embed_dim,
+    config.expert_dim,
+    gating.num_experts,
+    config.num_shared_experts,
+    layout=config.expert_layout,
+    use_bias=config.expert_bias,
+    use_shared_gate=config.shared_gate,
+    use_router_bias=config.router_bias,
   )
   specs = {
-    name: Spec(shape, param_axes(name, shape, AXIS), float32=name == "router")
+    name: Spec(
+      shape,
+      param_axes(name, shape, AXIS),
+      "bias" if name.endswith("_bias") else "matrix",
+      float32=name in ROUTER,
+    )
     for name, shape in shapes.items()
   }
   if gating.use_selection_bias:

@@ -13,6 +13,7 @@ from ultraep_jax.models.families.kimi_k2 import KIMI_K2
 from ultraep_jax.models.families.minimax_m2 import MINIMAX_M2
 from ultraep_jax.models.families.mixtral import MIXTRAL
 from ultraep_jax.models.families.olmoe import OLMOE
+from ultraep_jax.models.families.qwen2_moe import QWEN2_MOE
 from ultraep_jax.models.families.qwen3_moe import QWEN3_MOE
 from ultraep_jax.models.hf_fields import wrong
 
@@ -27,6 +28,7 @@ FAMILIES = {
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
+    QWEN2_MOE,
     QWEN3_MOE,
   )
 }

@@ -111,9 +111,7 @@ def windows(hf: Mapping[str, Any], slides: Sequence[bool]) -> list[int | None]:
   names = {"full_attention": False, "sliding_attention": True}
   if (kinds := fields.kinds(hf, "layer_types", len(slides), tuple(names))) is not None:
     slides = [names[kind] for kind in kinds]
-  size = None if hf.get("sliding_window") is None else fields.integer(hf, "sliding_window")
-  if size is None and kinds is not None and any(slides):
-    raise fields.wrong("sliding_window", "a size, as layers slide", None)
+  size = fields.integer(hf, "sliding_window") if any(slides) else None
   return [size if slide else None for slide in slides]
 
 
