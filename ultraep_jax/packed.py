@@ -39,8 +39,11 @@ class PrefillResult(NamedTuple):
     cache: pytree of arrays ``[layers, B, T, ...]``; what decoding needs of every token.
     stats: ``LayerStats`` with leading axes ``[moe layers, token groups]``; None if the model has
       no MoE layer.
+    expert_index_LBTK: ``[moe layers, B, T, K]`` int32, the experts that each token chose, −1 in
+      padding; None if the model does not tell, or has no MoE layer.
   """
 
   logits_BRV: Array
   cache: Any
   stats: LayerStats | None
+  expert_index_LBTK: Array | None = None

@@ -4,11 +4,23 @@ Qwen3-MoE, GLM and DeepSeek are in test_models_logits.py.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_models_logits import ALONE, PACKED, TIGHT, Program, mesh_of
+from prompts import lay_out
+from test_models_logits import (
+  ALONE,
+  LENGTH,
+  PACKED,
+  REQUESTS,
+  ROWS,
+  TIGHT,
+  Program,
+  mesh_of,
+)
 
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.trace import Recorder, read_choices
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
@@ -40,3 +52,28 @@ def test_logits(name, mesh, strategy):
       assert (result.stats.replicas.sum() > 0) == (strategy == "quota")
     clean, wild = program(TIGHT), program(TIGHT, padding_token=90)
     np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
+
+
+def test_choices_of_a_rollout_are_made_again(tmp_path):
+  """By way of a trace, bit for bit; and by routers that would choose otherwise."""
+  with jax.set_mesh(mesh_of("2")):
+    program = Program("dots1", BalanceConfig(strategy="none"))
+    batch = lay_out(program.prompts, TIGHT, ROWS, LENGTH, REQUESTS)
+    first = program.run(program.model, batch)
+    with Recorder(tmp_path) as recorder:
+      recorder.record(3, first.stats, axes=("layer", "group"), expert_index=first.expert_index_LBTK)
+    index = jnp.asarray(np.stack(list(read_choices(tmp_path, 3).values())))
+    assert index.shape == (4, ROWS, LENGTH, 3)
+    np.testing.assert_array_equal((index < 0).all(axis=(0, 3)), batch.segment_BT == 0)
+    replay = jax.jit(lambda model, batch, index: model(batch, expert_index_LBTK=index))
+    again = replay(program.model, batch, index)
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+    for stack in program.model.stacks:
+      if hasattr(stack, "router"):
+        stack.router[...] = -stack.router[...]
+    moved = replay(program.model, batch, index)
+    own = program.run(program.model, batch)
+  np.testing.assert_array_equal(moved.expert_index_LBTK, index)
+  np.testing.assert_array_equal(moved.stats.load_GE, first.stats.load_GE)
+  assert (own.expert_index_LBTK != index).any()
+  assert (moved.logits_BRV != first.logits_BRV).any()

@@ -104,30 +104,32 @@ def places(config: ModelConfig, layers: Sequence[int]) -> Array:
 def step(
   context: Context,
   carry: Carry,
-  layers: tuple[tuple[Array, Params], ...],
+  layers: tuple[tuple[Array, Params, Array | None], ...],
   *,
   kinds: tuple[Layer, ...],
-) -> tuple[Carry, tuple[Measured, ...]]:
-  """One layer of each kind, with what those that are mixtures measured.
+) -> tuple[Carry, tuple[tuple[Measured, Array], ...]]:
+  """One layer of each kind, with what those that are mixtures measured and chose.
 
   Args:
     context: of the batch.
     carry: of the layers before.
-    layers: of each kind, the place of the layer's cache and its parameters.
+    layers: of each kind, the place of the layer's cache, its parameters and its choices, if they
+      are made already.
     kinds: what is fixed of them.
   """
   measured = []
-  for kind, (place, params) in zip(kinds, layers, strict=True):
+  for kind, (place, params, expert_index) in zip(kinds, layers, strict=True):
     carry, normed_BTD, params = _mix(context, carry, place, params, kind)
     if kind.config.is_moe[kind.index]:
-      y_BTD, _, of_layer = measured_block(
+      y_BTD, routed, of_layer = measured_block(
         {name: value for name, value in params.items() if name != "selection_bias"},
         normed_BTD,
         context.valid_BT,
         params.get("selection_bias"),
         _block(kind),
+        expert_index,
       )
-      measured.append(of_layer)
+      measured.append((of_layer, routed.expert_index))
     else:
       rows = P(row_axes())
       y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
