@@ -24,20 +24,15 @@ Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
 class GatingConfig:
   """How a router turns logits into experts and gates. Hashable.
 
-  ==================  ====================================================================
-  model               fields beside ``num_experts`` and ``num_experts_per_tok``
-  ==================  ====================================================================
-  Mixtral, Qwen3,     the defaults (a softmax over the chosen logits alone is the same)
-  GPT-OSS
-  OLMoE, Qwen2-MoE    ``normalize_topk=False``
-  ERNIE 4.5           ``use_selection_bias=True``
-  MiniMax-M2          ``scoring="sigmoid"``, ``use_selection_bias=True``
-  DeepSeek-V3         ``scoring="sigmoid"``, ``use_selection_bias=True``,
-                      ``routed_scaling=2.5``, ``num_expert_groups=8``, ``topk_groups=4``
-  DeepSeek-V4         ``scoring="sqrt_softplus"``, ``use_selection_bias=True``,
-                      ``routed_scaling=1.5``; its first layers have no bias and choose by the
-                      token (hash routing): ``gate`` gets ``expert_index_TK = table_VK[token_T]``
-  ==================  ====================================================================
+  - Mixtral, Qwen3, GPT-OSS: the defaults (a softmax over the chosen logits alone is the same).
+  - OLMoE, Qwen2-MoE: ``normalize_topk=False``.
+  - ERNIE 4.5: ``use_selection_bias=True``.
+  - MiniMax-M2: ``scoring="sigmoid"``, ``use_selection_bias=True``.
+  - DeepSeek-V3: ``scoring="sigmoid"``, ``use_selection_bias=True``, ``routed_scaling=2.5``,
+    ``num_expert_groups=8``, ``topk_groups=4``.
+  - DeepSeek-V4: ``scoring="sqrt_softplus"``, ``use_selection_bias=True``, ``routed_scaling=1.5``.
+    Its first layers have no bias and choose by the token (hash routing): ``gate``, or the module,
+    gets the choices ``table_VK[token_T]``.
 
   Attributes:
     num_experts: E, logical experts.

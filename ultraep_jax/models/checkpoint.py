@@ -120,7 +120,8 @@ class Checkpoint:
 
     Args:
       out: of the shape of the slice, with any strides: a transposed view transposes.
-      name, index: as for `read`.
+      name: as for `read`.
+      index: likewise.
 
     Raises:
       ValueError, OSError: as for `read`.
