@@ -291,6 +291,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "use_sliding_window": True,
     "tie_word_embeddings": False,
   },
+  "qwen3_next": {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    **_SMALL,
+    "num_hidden_layers": 5,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+  },
 }
 Tensors = dict[str, torch.Tensor]
 
@@ -316,7 +343,10 @@ def random_weights(name: str) -> Tensors:
   def draw(key: str, tensor: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(tensor.shape, generator=generator)
     if "norm" in key:
-      return 1 + 0.3 * noise
+      around_one = name == "qwen3_next" and "linear_attn" not in key
+      return 0.3 * noise + (0 if around_one else 1)
+    if "conv1d" in key:
+      return noise / 2
     if tensor.ndim == 1 or "bias" in key:
       return 0.2 * noise
     if "embed" in key:

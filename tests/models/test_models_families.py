@@ -33,6 +33,7 @@ FAST = {
   "minimax_m2": ("1", "none"),
   "qwen2_moe": ("2", "quota"),
   "kimi_k2": ("2x4", "quota"),
+  "qwen3_next": ("2", "quota"),
 }
 MESHES = {"1": "none", "2": "quota", "4": "none", "8": "quota"}
 CASES = [(name, *case) for name, case in FAST.items()]

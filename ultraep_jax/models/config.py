@@ -39,6 +39,7 @@ class ModelConfig:
     router_bias: the routers' logits have a bias.
     gating: how every router chooses.
     norm_eps: added to the mean square in norms.
+    norms_around_one: norms scale by 1 and their parameter, rather than by it.
     tied_embeddings: the output matrix is the embedding.
     num_extra_layers: layers behind the last one that checkpoints hold and prefill does not run,
       as they predict several tokens at once.
@@ -63,6 +64,7 @@ class ModelConfig:
   router_bias: bool = False
   gating: GatingConfig
   norm_eps: float = 1e-6
+  norms_around_one: bool = False
   tied_embeddings: bool = False
   num_extra_layers: int = 0
 

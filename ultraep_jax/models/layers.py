@@ -44,6 +44,7 @@ class Context(NamedTuple):
   """What all layers share: requests, what is not padding, cosines and sines of positions."""
 
   segment_BT: Array
+  last_BR: Array
   valid_BT: Array
   spans: Spans
   turn: tuple[Array, Array]
@@ -80,10 +81,14 @@ def start(
     x_BTD = embed_VD[jnp.where(valid_BT, batch.token_BT, 0)].astype(dtype)
     turn = cosines_and_sines(config.rotary, jnp.where(valid_BT, batch.position_BT, 0))
     cache = {
-      name: jnp.zeros((len(layers), *batch.token_BT.shape, *sizes), dtype)
-      for name, (sizes, layers) in _cache_shapes(config).items()
+      name: jnp.zeros(
+        (len(layers), *(batch.last_BR if one.of_request else batch.token_BT).shape, *one.sizes),
+        jnp.float32 if one.float32 else dtype,
+      )
+      for name, (one, layers) in _kept(config).items()
     }
-    return x_BTD, cache, Context(batch.segment_BT, valid_BT, spans_of(batch), turn)
+    context = Context(batch.segment_BT, batch.last_BR, valid_BT, spans_of(batch), turn)
+    return x_BTD, cache, context
 
   rows = P(row_axes())
   x_BTD, cache, context = by_rows(
@@ -94,11 +99,17 @@ def start(
 
 def places(config: ModelConfig, layers: Sequence[int]) -> Array:
   """Where the cache of each layer lies among those of its kind: ``[layers]`` int32."""
-  found = []
-  for layer in layers:
-    name = next(iter(mixers.cache_shapes(config.mixer(layer))))
-    found.append(_cache_shapes(config)[name][1].index(layer))
+  of_name = _kept(config)
+  first = [next(iter(mixers.kept(config.mixer(layer)))) for layer in layers]
+  found = [of_name[name][1].index(layer) for name, layer in zip(first, layers, strict=True)]
   return jnp.asarray(found, jnp.int32)
+
+
+def by_token_and_request(cache: Cache, config: ModelConfig) -> tuple[Cache, Cache]:
+  """What is kept of every token, and what of every request."""
+  of_request = {name for name, (one, _) in _kept(config).items() if one.of_request}
+  tokens = {name: value for name, value in cache.items() if name not in of_request}
+  return tokens, {name: value for name, value in cache.items() if name in of_request}
 
 
 def step(
@@ -137,12 +148,15 @@ def step(
   return carry, tuple(measured)
 
 
-def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps: float) -> Array:
+def logits(
+  x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, config: ModelConfig
+) -> Array:
   """``[B, R, V]`` float32 of the token after each request."""
 
   def local(norm_D: Array, head_DV: Array, x_BTD: Array, last_BR: Array) -> Array:
     last_BR1 = jnp.maximum(last_BR, 0)[..., None]
-    hidden_BRD = rms_norm(jnp.take_along_axis(x_BTD, last_BR1, axis=1), norm_D, norm_eps)
+    hidden_BRD = jnp.take_along_axis(x_BTD, last_BR1, axis=1)
+    hidden_BRD = rms_norm(hidden_BRD, norm_D, config.norm_eps, config.norms_around_one)
     return jnp.matmul(
       hidden_BRD, head_DV.astype(hidden_BRD.dtype), preferred_element_type=jnp.float32
     )
@@ -157,9 +171,8 @@ def _mix(
   context: Context, carry: Carry, place: Array, params: Params, kind: Layer
 ) -> tuple[Carry, Array, Params]:
   """Attention; also the normed hidden states for the rest of the layer, and its parameters."""
-  mixer = kind.config.mixer(kind.index)
-  own = {*mixer_specs(mixer, kind.config.embed_dim), "mlp_norm"}
-  names = mixers.cache_shapes(mixer)
+  own = {*mixer_specs(kind.config, kind.index), "mlp_norm"}
+  names = mixers.kept(kind.config.mixer(kind.index))
   rows = P(row_axes())
   x_BTD, normed_BTD, cache = by_rows(
     functools.partial(_mix_rows, kind=kind),
@@ -180,14 +193,23 @@ def _mix_rows(
 ) -> tuple[Array, Array, Cache]:
   """``_mix`` on the rows of one device."""
   config = kind.config
+  norm = functools.partial(rms_norm, eps=config.norm_eps, around_one=config.norms_around_one)
 
   def normed(x_BTD: Array, name: str) -> Array:
     """Selects here, not in what attention returns: it costs nothing as a part of the norm."""
-    normed_BTD = rms_norm(x_BTD, params[name], config.norm_eps)
+    normed_BTD = norm(x_BTD, params[name])
     return jnp.where(context.valid_BT[..., None], normed_BTD, jnp.zeros((), x_BTD.dtype))
 
-  attend = functools.partial(_attend, context, kind.how)
-  shared = mixers.Shared(context.turn, config.rotary, config.norm_eps, attend)
+  shared = mixers.Shared(
+    turn=context.turn,
+    rotary=config.rotary,
+    norm_eps=config.norm_eps,
+    norm=norm,
+    attend=functools.partial(_attend, context, kind.how),
+    segment_BT=context.segment_BT,
+    last_BR=context.last_BR,
+    block=kind.how.block,
+  )
   mixer = config.mixer(kind.index)
   y_BTD, new = mixers.mix(mixer, params, normed(x_BTD, "attention_norm"), shared)
   x_BTD += y_BTD
@@ -245,12 +267,12 @@ def check_batch(batch: PackedBatch, block: int) -> None:
     )
 
 
-def _cache_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], list[int]]]:
-  """Of each array of the cache the sizes for one token, and the layers that have it."""
-  found: dict[str, tuple[tuple[int, ...], list[int]]] = {}
+def _kept(config: ModelConfig) -> dict[str, tuple[mixers.Kept, list[int]]]:
+  """Each array that decoding needs, with the layers that have it."""
+  found: dict[str, tuple[mixers.Kept, list[int]]] = {}
   for layer in range(config.num_layers):
-    for name, sizes in mixers.cache_shapes(config.mixer(layer)).items():
-      found.setdefault(name, (sizes, []))[1].append(layer)
+    for name, one in mixers.kept(config.mixer(layer)).items():
+      found.setdefault(name, (one, []))[1].append(layer)
   return found
 
 

@@ -143,7 +143,9 @@ class MoETransformer(nnx.Module):
       Logits of the token after each request. The cache is a dict: for grouped queries of ``key``
       (rotated) and ``value`` ``[layers, B, T, N, C]``; for latent attention of ``latent``
       (normed) ``[layers, B, T, R]`` and ``rotary_key`` ``[layers, B, T, C]``, in the dtype of the
-      computation. In padding it holds anything finite.
+      computation. In padding it holds anything finite. The state, of the gated delta rule, is a
+      dict of ``delta_state`` ``[layers, B, R, H, C, V]`` float32 and ``delta_inputs``
+      ``[layers, B, R, conv_width − 1, channels]``. Layers are those that have them, in order.
 
     Raises:
       ValueError: shapes do not fit each other, the mesh or ``attention_block``.
@@ -176,12 +178,13 @@ class MoETransformer(nnx.Module):
       carry, measured = lax.scan(step, carry, tuple(zip(places, params, chosen, strict=True)))
       if measured:
         all_measured.append(_in_order(measured))
-    logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
+    logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config)
+    cache, state = layers.by_token_and_request(carry.cache, config)
     if not all_measured:
-      return PrefillResult(logits_BRV, carry.cache, None)
+      return PrefillResult(logits_BRV, cache, None, None, state or None)
     of_runs = [(layer_stats(measured), index) for measured, index in all_measured]
     stats, index_LBTK = jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_runs)
-    return PrefillResult(logits_BRV, carry.cache, stats, index_LBTK)
+    return PrefillResult(logits_BRV, cache, stats, index_LBTK, state or None)
 
 
 def _by_stack(

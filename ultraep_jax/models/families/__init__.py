@@ -15,6 +15,7 @@ from ultraep_jax.models.families.mixtral import MIXTRAL
 from ultraep_jax.models.families.olmoe import OLMOE
 from ultraep_jax.models.families.qwen2_moe import QWEN2_MOE
 from ultraep_jax.models.families.qwen3_moe import QWEN3_MOE
+from ultraep_jax.models.families.qwen3_next import QWEN3_NEXT
 from ultraep_jax.models.hf_fields import wrong
 
 FAMILIES = {
@@ -30,6 +31,7 @@ FAMILIES = {
     OLMOE,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
   )
 }
 

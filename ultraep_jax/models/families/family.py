@@ -85,6 +85,7 @@ def grouped_query(
   bias: bool = False,
   out_bias: bool = False,
   window: int | None = None,
+  gated: bool = False,
 ) -> GroupedQuery:
   heads = fields.integer(hf, "num_attention_heads")
   key_heads = fields.integer(hf, "num_key_value_heads", heads)
@@ -98,6 +99,7 @@ def grouped_query(
     bias=bias,
     out_bias=out_bias,
     window=window,
+    gated=gated,
   )
 
 

@@ -16,8 +16,8 @@ MOE = common.MOE | {
 }
 
 
-def mixtures(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """The second halves of layers, with the shared experts as one."""
+def mixtures(hf: Mapping[str, Any], *, normalize_topk: bool = False) -> dict[str, Any]:
+  """The second halves of layers, with the shared experts as one; the flag where it is missing."""
   width = fields.integer(hf, "moe_intermediate_size")
   shared = fields.integer(hf, "shared_expert_intermediate_size")
   if shared % width:
@@ -31,7 +31,7 @@ def mixtures(hf: Mapping[str, Any]) -> dict[str, Any]:
     "gating": GatingConfig(
       num_experts=common.num_experts(hf, "num_experts", "num_local_experts"),
       num_experts_per_tok=fields.integer(hf, "num_experts_per_tok"),
-      normalize_topk=fields.flag(hf, "norm_topk_prob", False),
+      normalize_topk=fields.flag(hf, "norm_topk_prob", normalize_topk),
     ),
   }
 
