@@ -19,6 +19,7 @@ from test_models_logits import (
   mesh_of,
 )
 
+from ultraep_jax import serve
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import Recorder, read_choices
 
@@ -34,6 +35,7 @@ FAST = {
   "qwen2_moe": ("2", "quota"),
   "kimi_k2": ("2x4", "quota"),
   "qwen3_next": ("2", "quota"),
+  "gpt_oss": ("4", "quota"),
 }
 MESHES = {"1": "none", "2": "quota", "4": "none", "8": "quota"}
 CASES = [(name, *case) for name, case in FAST.items()]
@@ -53,6 +55,32 @@ def test_logits(name, mesh, strategy):
       assert (result.stats.replicas.sum() > 0) == (strategy == "quota")
     clean, wild = program(TIGHT), program(TIGHT, padding_token=90)
     np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
+
+
+@pytest.mark.parametrize(
+  "name", [n if n == "qwen3_next" else pytest.param(n, marks=pytest.mark.slow) for n in FAST]
+)
+def test_engine_serves_it(name):
+  """Packed by the engine; with what decoding needs of each request as the model alone gives it."""
+  config = serve.EngineConfig(buckets=(LENGTH,), alignment=8, max_requests=4, return_logits=True)
+  with jax.set_mesh(mesh_of("2")):
+    program = Program(name, BalanceConfig(objective="balance"))
+    engine = serve.PrefillEngine(program.model, config)
+    alone = program(ALONE)
+  futures = [engine.submit(prompt) for prompt in program.prompts]
+  while engine.run_batch():
+    pass
+  for i, (future, expected) in enumerate(zip(futures, program.expected, strict=True)):
+    result = future.result()
+    atol = 2e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(result.logits_V, expected, rtol=2e-5, atol=atol)
+    for key, cache in result.cache.items():
+      own = np.asarray(cache)[:, : result.length]
+      np.testing.assert_allclose(own, alone.cache[key][:, i, : result.length], atol=2e-4)
+    assert (result.state is None) == (name != "qwen3_next")
+    for key, state in (result.state or {}).items():
+      np.testing.assert_allclose(state, alone.state[key][:, i, 0], atol=2e-4, err_msg=key)
+      assert np.asarray(state).any(axis=tuple(range(1, state.ndim))).all()
 
 
 def test_choices_of_a_rollout_are_made_again(tmp_path):

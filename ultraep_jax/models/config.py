@@ -127,7 +127,7 @@ class ModelConfig:
       ValueError: a field is missing or has a value that is not supported.
     """
     family = families.of_config(hf)
-    fields.check_supported(hf)
+    fields.check_supported(hf, family.quantization)
     return cls(
       architecture=family.model_type,
       vocab_size=fields.integer(hf, "vocab_size"),

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -226,18 +226,13 @@ def _attend(
   query: Array,
   key: Array,
   value: Array,
-  *,
-  scale: float,
-  window: int | None = None,
+  **options: Any,
 ) -> Array:
-  def by_blocks() -> Array:
-    return attention.attend(
-      query, key, value, context.segment_BT, scale=scale, block=how.block, window=window
-    )
-
   candidates = {
-    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, scale=scale, window=window),
-    "portable": by_blocks,
+    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, **options),
+    "portable": lambda: attention.attend(
+      query, key, value, context.segment_BT, block=how.block, **options
+    ),
   }
   return first_that_can(how.implementations, candidates)
 

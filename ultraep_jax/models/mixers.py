@@ -27,7 +27,15 @@ class Attend(Protocol):
   """Causal attention inside the requests of a batch; see ``attention.attend``."""
 
   def __call__(
-    self, query: Array, key: Array, value: Array, /, *, scale: float, window: int | None = None
+    self,
+    query: Array,
+    key: Array,
+    value: Array,
+    /,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink_H: Array | None = None,
   ) -> Array: ...
 
 
@@ -127,7 +135,9 @@ def _grouped_query(
   query, gate = query[..., : mixer.head_dim], query[..., mixer.head_dim :]
   query, key = turned("query", query), turned("key", heads("key", mixer.head_dim))
   value = heads("value", mixer.head_dim)
-  mixed = shared.attend(query, key, value, scale=mixer.scale, window=mixer.window)
+  mixed = shared.attend(
+    query, key, value, scale=mixer.scale, window=mixer.window, sink_H=params.get("sinks")
+  )
   if mixer.gated:
     mixed *= jax.nn.sigmoid(gate)
   y_BTD = project(params, "out", mixed.reshape(*mixed.shape[:2], -1))

@@ -106,6 +106,8 @@ def _grouped_query(attention: GroupedQuery, config: ModelConfig) -> dict[str, Sp
       specs[f"{name}_bias"] = _plain((size,), "bias")
   if attention.out_bias:
     specs["out_bias"] = _plain((width,), "bias")
+  if attention.sinks:
+    specs["sinks"] = _plain((attention.num_heads,), "bias")
   if attention.qk_norm is not None:
     whole = attention.qk_norm == "all"
     specs["query_norm"] = _norm(queries if whole else attention.head_dim, config)

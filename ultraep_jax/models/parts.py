@@ -19,6 +19,7 @@ class GroupedQuery:
     window: a query sees so many tokens, itself the last of them; ``None``: its whole request.
     gated: what is mixed counts as often as a sigmoid of the token says, channel by channel; the
       projection to queries makes both, head by head.
+    sinks: every head has one more score, a parameter, whose share of the attention is lost.
   """
 
   num_heads: int
@@ -29,6 +30,7 @@ class GroupedQuery:
   out_bias: bool = False
   window: int | None = None
   gated: bool = False
+  sinks: bool = False
 
   @property
   def scale(self) -> float:

@@ -9,6 +9,7 @@ from ultraep_jax.models.families.dots1 import DOTS1
 from ultraep_jax.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from ultraep_jax.models.families.family import Family as Family
 from ultraep_jax.models.families.glm4_moe import GLM4_MOE
+from ultraep_jax.models.families.gpt_oss import GPT_OSS
 from ultraep_jax.models.families.kimi_k2 import KIMI_K2
 from ultraep_jax.models.families.minimax_m2 import MINIMAX_M2
 from ultraep_jax.models.families.mixtral import MIXTRAL
@@ -25,6 +26,7 @@ FAMILIES = {
     DOTS1,
     ERNIE4_5_MOE,
     GLM4_MOE,
+    GPT_OSS,
     KIMI_K2,
     MINIMAX_M2,
     MIXTRAL,
