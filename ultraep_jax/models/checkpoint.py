@@ -79,6 +79,12 @@ class Checkpoint:
       return f"{fp8.scales_name(name)}: expected {formats} of shape {expected}, got {got}"
     return None
 
+  @property
+  def names(self) -> list[str]:
+    """Of the tensors, without those that hold factors of others."""
+    factors = {fp8.scales_name(name) for name, tensor in self.tensors.items() if tensor.is_fp8}
+    return [name for name in self.tensors if name not in factors]
+
   def parts(self, name: str) -> tuple[str, ...]:
     """The tensors that reading one needs: itself, and its factors if it is FP8."""
     is_fp8 = name in self.tensors and self.tensors[name].is_fp8

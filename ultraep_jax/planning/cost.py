@@ -117,33 +117,40 @@ def cost_on(
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
   multiplying &= dtype == jnp.bfloat16  # others in plain JAX
-  width, inner = weights.wi_gate.shape[-2:]
+  inner, width = weights.wo.shape[-2:]
+  shape = width, inner, "forward", weights.num_matrices
   matmuls = device.running(kernels=multiplying)
   sending = copy_seconds(
     device.running(kernels=moving),
     copy_bytes(dtype, weights),
     beside=moving and multiplying,  # else copies travel alone
   )
-  row = row_seconds(matmuls, width, inner)
-  copy = sending + slot_seconds(matmuls, width, inner)
+  row = row_seconds(matmuls, *shape)
+  copy = sending + slot_seconds(matmuls, *shape)
   return LayerCost(PlanCost(round(copy / row), capacity), round(device["balance_seconds"] / row))
 
 
-def row_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+def row_seconds(
+  device: Device, width: int, inner: int, direction: str = "forward", matrices: int = 3
+) -> float:
   """What one row more takes. What its slot takes in any case is in ``slot_seconds``."""
   rate = device.matmul_rate(width, inner, backward=direction == "backward")
-  return _WORK[direction] * 2 * expert_size(width, inner) / rate
+  return _WORK[direction] * 2 * matrices * width * inner / rate
 
 
-def slot_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+def slot_seconds(
+  device: Device, width: int, inner: int, direction: str = "forward", matrices: int = 3
+) -> float:
   """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
-  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction)
-  return rows + reading_seconds(device, width, inner, direction)
+  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction, matrices)
+  return rows + reading_seconds(device, width, inner, direction, matrices)
 
 
-def reading_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+def reading_seconds(
+  device: Device, width: int, inner: int, direction: str = "forward", matrices: int = 3
+) -> float:
   """What reading an expert's weights adds to its matmuls; backward also writes gradients."""
-  seconds = _WORK[direction] * _WEIGHT_BYTES * expert_size(width, inner) / device["memory_rate"]
+  seconds = _WORK[direction] * _WEIGHT_BYTES * matrices * width * inner / device["memory_rate"]
   return device["weights_exposed"] * seconds
 
 
@@ -160,11 +167,6 @@ def copy_seconds(
   """
   exposed = device[f"copy_exposed_{direction}"] if beside else 1.0
   return exposed * size / device["copy_rate"]
-
-
-def expert_size(width: int, inner: int) -> int:
-  """Weights of one gated expert."""
-  return 3 * width * inner
 
 
 def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:

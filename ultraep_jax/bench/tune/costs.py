@@ -8,6 +8,7 @@ copy takes more than one that cannot. Programs that are compared run in turn.
 import argparse
 import datetime
 import functools
+import math
 import pathlib
 import sys
 import time
@@ -34,7 +35,7 @@ from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
 from ultraep_jax.devices.facts import FACTS, Fact, Matmul
 from ultraep_jax.files import check_output
-from ultraep_jax.planning.cost import expert_size, reading_seconds
+from ultraep_jax.planning.cost import reading_seconds
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tools.arguments import nonnegative, positive
 from ultraep_jax.transport.replicate import COPYING
@@ -47,6 +48,7 @@ LAUNCHES = (8, 72)  # of two programs that differ in nothing else
 COPIES = (1, 4)
 MANY = 8  # copies of each rank beside a matmul, as plans with slots for every load have
 EXPERT = SHAPES["qwen3-235b"]  # is copied
+_EXPERT_SIZE = 3 * EXPERT.width * EXPERT.inner
 _HOME, _TOKENS, _TOP_K = 8, 64, 4  # of the layer whose launches count
 
 Runs = Mapping[str, Callable[[], Any]]
@@ -140,7 +142,7 @@ def rates(device: Device, problem: Problem, seconds: Seconds) -> Matmul:
   for work, (direction, parts) in enumerate((("forward", FORWARD), ("backward", BACKWARD)), 1):
     total = sum(count * seconds[name] for name, count in parts.items())
     reading = np.count_nonzero(problem.sizes) * reading_seconds(device, *widths, direction)
-    found.append(work * 2 * padded * expert_size(*widths) / (total - float(reading)))
+    found.append(work * 2 * padded * 3 * math.prod(widths) / (total - float(reading)))
   note = f"{problem.sizes.sum()} rows of {len(problem.sizes)} slots, kernels one by one"
   return Matmul(widths, found[0], found[1], "measured", note)
 
@@ -199,7 +201,7 @@ def balance_facts(seconds: Seconds) -> dict[str, float]:
 def copy_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   """One and several experts of one rank to the next, alone."""
   ranks, most = mesh.size, max(COPIES)
-  home = random_normal(mesh, 0, 1.0, ranks * most, expert_size(EXPERT.width, EXPERT.inner))
+  home = random_normal(mesh, 0, 1.0, ranks * most, _EXPERT_SIZE)
 
   def push(count: int) -> Callable[[], Any]:
     expert_GS, parent_GS = np.full((2, ranks, most), -1, np.int32)
@@ -220,7 +222,7 @@ def copy_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
 
 def copy_facts(seconds: Seconds) -> dict[str, float]:
   few, many = COPIES
-  size = 2 * expert_size(EXPERT.width, EXPERT.inner)
+  size = 2 * _EXPERT_SIZE
   one = (seconds[str(many)] - seconds[str(few)]) / (many - few)
   return {"copy_rate": size / one}
 
