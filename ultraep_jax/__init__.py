@@ -4,7 +4,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ultraep_jax import strategies, testing, trace
+from ultraep_jax import activations, strategies, testing, trace
+from ultraep_jax.activations import GatedUnit
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
 from ultraep_jax.doctor import doctor
@@ -23,11 +24,13 @@ __all__ = [
   "BalanceConfig",
   "Device",
   "ExpertWeights",
+  "GatedUnit",
   "GatingConfig",
   "LayerStats",
   "Plan",
   "PlanCost",
   "Routes",
+  "activations",
   "doctor",
   "linen",
   "moe",

@@ -4,21 +4,23 @@
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from ultraep_jax import activations
 from ultraep_jax import gating as gating_lib
+from ultraep_jax.activations import Activation
 from ultraep_jax.checks import check_config, check_divides
-from ultraep_jax.config import BalanceConfig, Implementation, check_int
+from ultraep_jax.config import BalanceConfig, Implementation, check_choice, check_int
 from ultraep_jax.gating import Gating, GatingConfig
 from ultraep_jax.mesh import is_explicit, resolve_token_axes, shard
 from ultraep_jax.sharded import measured_sharded_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Array, ExpertWeights, LayerStats, Layout
 
 Initializer = jax.nn.initializers.Initializer
 DEFAULT_CONFIG = BalanceConfig()
@@ -34,6 +36,7 @@ class Block(NamedTuple):
   dtype: DTypeLike | None
   axis_name: str
   token_axes: tuple[str, ...] | None
+  layout: Layout = Layout.APART
 
 
 class MoEAux(NamedTuple):
@@ -83,35 +86,64 @@ def measured_block(
   block: Block,
 ) -> tuple[Array, Routed, Measured]:
   """``apply_moe``, with what ``layer_stats`` makes its statistics of."""
-  gating, config, activation, dtype, axis_name, token_axes = block
+  gating, config, activation, dtype, axis_name, token_axes, layout = block
   check_config(config)
   check_mesh(axis_name, gating.num_experts)
   _check_tokens(x, mask, params["router"].shape[0])
   x = x if dtype is None else x.astype(dtype)
-  if mask is not None:  # zeros in, zeros out: no term below has an offset
+  if mask is not None:
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
   mesh = jax.sharding.get_abstract_mesh()
   token_axes = resolve_token_axes(mesh, axis_name, token_axes)
   check_divides(x, mesh, token_axes)
   routed = _route(x, params["router"], bias_E, mask, gating, config.implementation, token_axes)
   y, measured = measured_sharded_moe(
-    x,
+    _times(x, params, "latent_down"),
     routed.expert_index,
     routed.gate,
-    _experts(params),
+    _expert_weights(params, layout),
     config=config,
     axis_name=axis_name,
     token_axes=token_axes,
     activation=activation,
   )
+  y = _times(y, params, "latent_up")
   if "shared_wo" in params:
-    wi_gate, wi_up, wo = (params["shared_" + n].astype(x.dtype) for n in ExpertWeights._fields)
-    y += jnp.matmul(activation(jnp.matmul(x, wi_gate)) * jnp.matmul(x, wi_up), wo)
+    shared = _shared_experts(params, x, layout, activation)
+    if mask is not None and "shared_wo_bias" in params:  # else zeros in, zeros out
+      shared = jnp.where(mask[..., None], shared, jnp.zeros((), shared.dtype))
+    y += shared
   return y, routed, measured
 
 
-def _experts(params: dict[str, Array]) -> ExpertWeights:
-  return ExpertWeights(*(params[name] for name in ExpertWeights._fields))
+def _expert_weights(params: dict[str, Array], layout: Layout, prefix: str = "") -> ExpertWeights:
+  names = (name for name in ExpertWeights._fields if prefix + name in params)
+  fields: Any = {"wi_gate": None, "wi_up": None, "wo": None}
+  return ExpertWeights(**fields | {name: params[prefix + name] for name in names}, layout=layout)
+
+
+def _times(x: Array, params: dict[str, Array], name: str) -> Array:
+  """Times a matrix, if there is one."""
+  return jnp.matmul(x, params[name].astype(x.dtype)) if name in params else x
+
+
+def _shared_experts(
+  params: dict[str, Array], x: Array, layout: Layout, activation: Activation
+) -> Array:
+  """What every token gets, however it is routed."""
+  experts = jax.tree.map(
+    lambda leaf: leaf.astype(x.dtype), _expert_weights(params, layout, "shared_")
+  )
+  hidden = [jnp.matmul(x, matrix) for matrix in experts.projections]
+  if experts.projection_biases:
+    hidden = [_plus(h, bias) for h, bias in zip(hidden, experts.projection_biases, strict=True)]
+  y = jnp.matmul(activations.inner(hidden, layout, activation), experts.wo)
+  y = y if experts.wo_bias is None else _plus(y, experts.wo_bias)
+  return jax.nn.sigmoid(_times(x, params, "shared_gate")) * y if "shared_gate" in params else y
+
+
+def _plus(x: Array, bias: Array) -> Array:
+  return x + jnp.expand_dims(bias, range(x.ndim - 1))
 
 
 # Backward makes the float32 tokens and the masks of [T, K, E] again rather than keep them.
@@ -204,23 +236,54 @@ def _matmul_in_float32(x: Array, matrix: Array) -> Array:
 
 
 def param_shapes(
-  embed_dim: int, expert_dim: int, num_experts: int, num_shared_experts: int
+  embed_dim: int,
+  expert_dim: int,
+  num_experts: int,
+  num_shared_experts: int,
+  *,
+  layout: str = "apart",
+  use_bias: bool = False,
+  use_shared_gate: bool = False,
+  latent_dim: int | None = None,
 ) -> dict[str, tuple[int, ...]]:
-  """Names and shapes of the parameters of ``MoE``."""
+  """Names and shapes of the parameters of ``MoE``, whose arguments these are.
+
+  Raises:
+    ValueError: a size out of range, an unknown layout, or a gate without shared experts.
+    TypeError: a size that is no int.
+  """
   check_int("embed_dim", embed_dim, minimum=1)
   check_int("expert_dim", expert_dim, minimum=1)
   check_int("num_shared_experts", num_shared_experts, minimum=0)
-  shapes: dict[str, tuple[int, ...]] = {
-    "router": (embed_dim, num_experts),
-    "wi_gate": (num_experts, embed_dim, expert_dim),
-    "wi_up": (num_experts, embed_dim, expert_dim),
-    "wo": (num_experts, expert_dim, embed_dim),
-  }
+  check_choice("layout", layout, tuple(map(str, Layout)))
+  if use_shared_gate and not num_shared_experts:
+    raise ValueError("use_shared_gate: expected num_shared_experts of at least 1, got 0")
+  shapes: dict[str, tuple[int, ...]] = {"router": (embed_dim, num_experts)}
+  width = embed_dim
+  if latent_dim is not None:
+    check_int("latent_dim", latent_dim, minimum=1)
+    width = latent_dim
+    shapes |= {"latent_down": (embed_dim, width), "latent_up": (width, embed_dim)}
+  of_one = _expert_shapes(width, expert_dim, Layout(layout), use_bias)
+  shapes |= {name: (num_experts, *shape) for name, shape in of_one.items()}
   if num_shared_experts:
     shared_dim = num_shared_experts * expert_dim
-    shapes["shared_wi_gate"] = shapes["shared_wi_up"] = (embed_dim, shared_dim)
-    shapes["shared_wo"] = (shared_dim, embed_dim)
+    of_shared = _expert_shapes(embed_dim, shared_dim, Layout(layout), use_bias)
+    shapes |= {f"shared_{name}": shape for name, shape in of_shared.items()}
+  if use_shared_gate:
+    shapes["shared_gate"] = (embed_dim, 1)
   return shapes
+
+
+def _expert_shapes(
+  width: int, inner: int, layout: Layout, use_bias: bool
+) -> dict[str, tuple[int, ...]]:
+  """Of one expert's parameters, named as in ``ExpertWeights``."""
+  cols = 2 * inner if layout in (Layout.FUSED, Layout.INTERLEAVED) else inner
+  into = ("wi_gate", "wi_up") if layout is Layout.APART else ("wi",)
+  matrices = {**dict.fromkeys(into, (width, cols)), "wo": (inner, width)}
+  biases = {f"{name}_bias": shape[1:] for name, shape in matrices.items()} if use_bias else {}
+  return matrices | biases
 
 
 def init_param(
@@ -231,18 +294,24 @@ def init_param(
   param_dtype: DTypeLike,
   axis_name: str,
 ) -> Array:
-  """One ``[in, out]`` matrix, or one per expert over ``axis_name``; the router is float32."""
+  """One ``[in, out]`` matrix, or one per expert over ``axis_name``; the router is float32.
+
+  Biases are zero. A matrix that holds gate and up is initialised as one of that width.
+  """
   dtype = jnp.float32 if name == "router" else param_dtype
-  if len(shape) == 2:
+  if name.endswith("_bias"):
+    return shard(jnp.zeros(shape, dtype), P(*param_axes(name, shape, axis_name)))
+  if name not in ExpertWeights._fields:
     return kernel_init(key, shape, dtype)
   # Of the keys, so that no device makes the matrices of other ranks' experts.
   key_E = shard(jax.random.split(key, shape[0]), P(axis_name))
   return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(key_E)
 
 
-def param_axes(shape: tuple[int, ...], axis_name: str) -> tuple[str | None, ...]:
+def param_axes(name: str, shape: tuple[int, ...], axis_name: str) -> tuple[str | None, ...]:
   """Mesh axes of a parameter: experts over ``axis_name``, all else replicated."""
-  return (axis_name, None, None) if len(shape) == 3 else (None, None)
+  first = axis_name if name in ExpertWeights._fields else None
+  return (first, *[None] * (len(shape) - 1))
 
 
 def check_mesh(axis_name: str, num_experts: int) -> None:

@@ -1,5 +1,6 @@
 """Checks of a layer's arguments at trace time; every error says what was expected and got."""
 
+import inspect
 import math
 from typing import Any
 
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ultraep_jax.activations import GatedUnit
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import Mesh
-from ultraep_jax.types import Array, ExpertWeights, Plan
+from ultraep_jax.types import Array, ExpertWeights, Layout, Plan
 
 
 def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) -> None:
@@ -57,33 +59,71 @@ def check_plan(plan: Any, num_experts: int, num_ranks: int) -> None:
 
 
 def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> None:
-  """Raises unless ``weights`` are expert weights that fit together."""
+  """Raises unless ``weights`` are expert weights that fit together.
+
+  Raises:
+    TypeError: something else, a leaf that is no array, as quantised ones are, or a wrong dtype.
+    ValueError: leaves that the layout does not have or that are missing, or shapes that do not fit.
+  """
   if not isinstance(weights, ExpertWeights):
     raise TypeError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
-  check_array("weights.wi_gate", weights.wi_gate, (leading, hidden, "F"), jnp.floating)
-  count, width, inner = weights.wi_gate.shape
-  check_array("weights.wi_up", weights.wi_up, (count, width, inner), jnp.floating)
-  check_array("weights.wo", weights.wo, (count, inner, width), jnp.floating)
-  if not weights.wi_gate.size:
-    raise ValueError(f"weights.wi_gate: expected no empty axis, got {[count, width, inner]}")
-  dtypes = {str(leaf.dtype) for leaf in weights}
+  if not isinstance(weights.layout, Layout):
+    raise TypeError(f"weights.layout: expected a Layout, got {type(weights.layout).__name__}")
+  apart = weights.layout is Layout.APART
+  matrices, others = (("wi_gate", "wi_up"), ("wi",)) if apart else (("wi",), ("wi_gate", "wi_up"))
+  for name in (name for other in others for name in (other, f"{other}_bias")):
+    if getattr(weights, name) is not None:
+      raise ValueError(f"weights.{name}: expected None in layout {weights.layout!s}, got a value")
+  _check_one_array("wo", weights.wo)
+  check_array("weights.wo", weights.wo, (leading, "F", hidden), jnp.floating)
+  count, inner, width = weights.wo.shape
+  if not weights.wo.size:
+    raise ValueError(f"weights.wo: expected no empty axis, got {[count, inner, width]}")
+  cols = 2 * inner if weights.layout in (Layout.FUSED, Layout.INTERLEAVED) else inner
+  for name in matrices:
+    _check_one_array(name, getattr(weights, name))
+    check_array(f"weights.{name}", getattr(weights, name), (count, width, cols), jnp.floating)
+  biases = {f"{name}_bias": getattr(weights, f"{name}_bias") for name in matrices}
+  given = [name for name, bias in biases.items() if bias is not None]
+  for name, bias in biases.items():
+    if bias is None and given:
+      raise ValueError(f"weights.{name}: expected an array, as {given[0]} is given, got None")
+  for name, size in [*((name, cols) for name in given), ("wo_bias", width)]:
+    if (bias := getattr(weights, name)) is not None:
+      _check_one_array(name, bias)
+      check_array(f"weights.{name}", bias, (count, size), jnp.floating)
+  dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(weights)}
   if len(dtypes) > 1:
     raise TypeError(f"weights: expected one dtype, got {sorted(dtypes)}")
   check_compute_dtype("weights", weights.wo)  # numbers in FP8 mean nothing without scales
 
 
-def check_activation(activation: Any, shape: tuple[int, ...], dtype: Any) -> None:
-  """Raises unless an activation keeps shapes and needs nothing but its argument.
+def _check_one_array(name: str, value: Any) -> None:
+  """Raises TypeError of values that consist of several arrays, whatever they pretend to be."""
+  if (parts := len(jax.tree.leaves(value))) != 1:
+    raise TypeError(
+      f"weights.{name}: expected an array, got {type(value).__name__} of {parts} arrays"
+      + " (quantised weights are not known here: dequantise them)" * (parts > 1)
+    )
+
+
+def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dtype: Any) -> None:
+  """Raises unless an activation suits the experts, keeps shapes and needs its arguments alone.
 
   Raises:
-    TypeError: not a function, or one that returns no floats.
+    TypeError: not a function, one of another number of arguments, or one that returns no floats.
     ValueError: it closes over a traced array, for which there would be no gradient, or returns
       another shape.
   """
-  if not callable(activation):
-    raise TypeError(f"activation: expected a function, got {type(activation).__name__}")
-  argument = jax.ShapeDtypeStruct(shape, dtype)
-  traced, out = jax.make_jaxpr(activation, return_shape=True)(argument)
+  gated = isinstance(activation, GatedUnit)
+  function = activation.function if gated else activation
+  if not callable(function):
+    raise TypeError(f"activation: expected a function, got {type(function).__name__}")
+  if gated and layout is Layout.UNGATED:
+    raise TypeError("activation: expected a function of one argument (ungated), got a GatedUnit")
+  arguments = [jax.ShapeDtypeStruct(shape, jnp.float32 if gated else dtype)] * (2 if gated else 1)
+  _check_arity(function, gated, len(arguments))
+  traced, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
   for value in traced.consts:
     if isinstance(value, Tracer):
       raise ValueError(
@@ -91,6 +131,20 @@ def check_activation(activation: Any, shape: tuple[int, ...], dtype: Any) -> Non
         f"{jax.typeof(value)}"
       )
   check_array("activation's result", out, shape, jnp.floating)
+
+
+def _check_arity(function: Any, gated: bool, count: int) -> None:
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):
+    return  # of some builtins nothing is known before they are called
+  try:
+    signature.bind(*range(count))
+  except TypeError as error:
+    expected = "a GatedUnit of a function of (gate, up)" if gated else "a function of one argument"
+    advice = "" if gated else "; ultraep_jax.GatedUnit(function) makes one of (gate, up)"
+    name = getattr(function, "__name__", type(function).__name__)
+    raise TypeError(f"activation: expected {expected}, got {name}{signature}{advice}") from error
 
 
 def check_layer(
@@ -120,7 +174,7 @@ def check_layer(
   check_array("expert_index", expert_index, (*x.shape[:-1], "K"), jnp.integer)
   check_array("gate", gate, expert_index.shape, jnp.floating)
   check_weights(weights, "M" if local else "E", x.shape[-1])
-  check_activation(activation, (8, weights.wo.shape[1]), x.dtype)
+  check_activation(activation, weights.layout, (8, weights.wo.shape[1]), x.dtype)
   num_ranks = mesh.shape[axis_name]
   tokens = math.prod(x.shape[:-1]) // (1 if local else check_divides(x, mesh, token_axes))
   num_experts = weights.wo.shape[0] * (num_ranks if local else 1)

@@ -6,6 +6,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from ultraep_jax.activations import Activation
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
   DEFAULT_INIT,
@@ -21,7 +22,7 @@ from ultraep_jax.block import (
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
 from ultraep_jax.mesh import shard
-from ultraep_jax.types import Activation, Array
+from ultraep_jax.types import Array, Layout
 
 
 class MoE(nn.Module):
@@ -57,6 +58,10 @@ class MoE(nn.Module):
   kernel_init: Initializer = DEFAULT_INIT
   axis_name: str = "expert"
   token_axes: tuple[str, ...] | None = None
+  layout: str = "apart"
+  use_bias: bool = False
+  use_shared_gate: bool = False
+  latent_dim: int | None = None
 
   @nn.compact
   def __call__(
@@ -81,7 +86,14 @@ class MoE(nn.Module):
     """
     check_mesh(self.axis_name, self.gating.num_experts)
     shapes = param_shapes(
-      self.embed_dim, self.expert_dim, self.gating.num_experts, self.num_shared_experts
+      self.embed_dim,
+      self.expert_dim,
+      self.gating.num_experts,
+      self.num_shared_experts,
+      layout=self.layout,
+      use_bias=self.use_bias,
+      use_shared_gate=self.use_shared_gate,
+      latent_dim=self.latent_dim,
     )
     params = {name: self._param(name, shape) for name, shape in shapes.items()}
     bias = None
@@ -94,6 +106,7 @@ class MoE(nn.Module):
       dtype=self.dtype,
       axis_name=self.axis_name,
       token_axes=self.token_axes,
+      layout=Layout(self.layout),
     )
     y, aux = apply_moe(params, x, mask, None if bias is None else bias.value, block)
     if update_bias is not None:
@@ -104,7 +117,7 @@ class MoE(nn.Module):
     return shard(jnp.zeros(self.gating.num_experts, jnp.float32), P(None))
 
   def _param(self, name: str, shape: tuple[int, ...]) -> Array:
-    axes = param_axes(shape, self.axis_name)
+    axes = param_axes(name, shape, self.axis_name)
 
     def init(key: Array) -> Array:
       value = init_param(name, key, shape, self.kernel_init, self.param_dtype, self.axis_name)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax import implementation, stats, strategies
+from ultraep_jax.activations import Activation
 from ultraep_jax.checks import check_layer, check_plan
 from ultraep_jax.compute import rounds
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import load, route, sizes
 from ultraep_jax.planning.cost import copy_bytes
-from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second planning.
 PLAN_NAME = "ultraep_plan"
@@ -47,7 +48,9 @@ def moe(
       compute dtype inside, so that float32 parameters get float32 gradients.
     config: how to balance.
     axis_name: the mesh axis that experts are sharded over.
-    activation: of the gate projection; elementwise, of its argument alone.
+    activation: what is between the matrices, elementwise: a function of the gate projection
+      (``act(gate) * up``), or of the one projection of experts that are not gated; or a
+      ``GatedUnit`` of both projections. It must not close over traced arrays.
 
   Returns:
     ``y_TD`` in x's dtype and the statistics of this token group, equal on its ranks.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ultraep_jax.activations import Activation
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
   DEFAULT_INIT,
@@ -19,7 +20,7 @@ from ultraep_jax.block import (
 )
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
-from ultraep_jax.types import Activation, Array
+from ultraep_jax.types import Array, Layout
 
 
 class SelectionBias(nnx.Variable):
@@ -39,11 +40,18 @@ class MoE(nnx.Module):
   ``wo``                                              ``[E, F, D]``          E over ``expert``
   ``shared_wi_gate``, ``shared_wi_up``                ``[D, n * F]``         replicated
   ``shared_wo``                                       ``[n * F, D]``         replicated
+  ``shared_gate``                                     ``[D, 1]``             replicated
+  ``latent_down``                                     ``[D, L]``             replicated
+  ``latent_up``                                       ``[L, D]``             replicated
   ``selection_bias`` (``SelectionBias``, float32)     ``[E]``                replicated
   ==================================================  =====================  ================
 
-  The shared ones exist with n = ``num_shared_experts`` > 0, the bias with
-  ``gating.use_selection_bias``. Replicas that balance the load are no parameters: they appear
+  The shared ones exist with n = ``num_shared_experts`` > 0, ``shared_gate`` with
+  ``use_shared_gate``, the latent ones with L = ``latent_dim``, which is then the width of experts,
+  and the selection bias with ``gating.use_selection_bias``. In another ``layout`` than ``"apart"``,
+  ``wi`` of as many columns as ``types.Layout`` says stands for ``wi_gate`` and ``wi_up``, and
+  likewise in shared experts. With ``use_bias`` each matrix of an expert has a bias of its columns,
+  such as ``wo_bias``. Replicas that balance the load are no parameters: they appear
   in no state, optimizer or checkpoint.
 
   Construction and calls need the mesh in context, all axes Auto or all Explicit. Construct
@@ -87,6 +95,10 @@ class MoE(nnx.Module):
     kernel_init: Initializer = DEFAULT_INIT,
     axis_name: str = "expert",
     token_axes: tuple[str, ...] | None = None,
+    layout: str = "apart",
+    use_bias: bool = False,
+    use_shared_gate: bool = False,
+    latent_dim: int | None = None,
     rngs: nnx.Rngs,
   ):
     """Creates the parameters, already sharded.
@@ -97,24 +109,38 @@ class MoE(nnx.Module):
       gating: the router.
       config: how the layer balances.
       num_shared_experts: n, experts that every token takes: one MLP of inner width n * F.
-      activation: of the gate half of an expert.
+      activation: what is between the matrices of an expert; see ``moe``.
       dtype: of the computation; ``None``: that of the input. The router computes in float32.
       param_dtype: of all parameters but the router.
       kernel_init: makes one ``[in, out]`` matrix; called per expert with its own key.
       axis_name: mesh axis of the experts.
       token_axes: mesh axes that divide the first axis of the input; ``None``: ``"data"`` where
         the mesh has it, then ``axis_name``.
+      layout: ``"apart"``, ``"fused"``, ``"interleaved"`` or ``"ungated"``; see ``types.Layout``.
+      use_bias: whether experts, shared ones too, have biases.
+      use_shared_gate: whether a token's shared experts count ``sigmoid(x shared_gate)`` times.
+      latent_dim: L, the width that tokens cross to their experts in: ``latent_down`` brings them
+        there and ``latent_up`` back. ``None``: D, without either.
       rngs: the stream ``params`` is used.
 
     Raises:
       ValueError: no mesh with ``axis_name`` is in context, it does not divide the experts, or a
         size is out of range.
     """
-    shapes = param_shapes(embed_dim, expert_dim, gating.num_experts, num_shared_experts)
+    shapes = param_shapes(
+      embed_dim,
+      expert_dim,
+      gating.num_experts,
+      num_shared_experts,
+      layout=layout,
+      use_bias=use_bias,
+      use_shared_gate=use_shared_gate,
+      latent_dim=latent_dim,
+    )
     check_mesh(axis_name, gating.num_experts)
     for name, shape in shapes.items():
       value = init_param(name, rngs.params(), shape, kernel_init, param_dtype, axis_name)
-      setattr(self, name, nnx.Param(value, out_sharding=param_axes(shape, axis_name)))
+      setattr(self, name, nnx.Param(value, out_sharding=param_axes(name, shape, axis_name)))
     if gating.use_selection_bias:
       bias_E = jnp.zeros(gating.num_experts, jnp.float32)
       self.selection_bias = SelectionBias(bias_E, out_sharding=(None,))
@@ -125,6 +151,7 @@ class MoE(nnx.Module):
     self.dtype = dtype
     self.axis_name = axis_name
     self.token_axes = token_axes
+    self.layout = layout
 
   def __call__(self, x: Array, mask: Array | None = None) -> tuple[Array, MoEAux]:
     """Applies the layer; changes no state.
@@ -150,6 +177,7 @@ class MoE(nnx.Module):
       dtype=self.dtype,
       axis_name=self.axis_name,
       token_axes=self.token_axes,
+      layout=Layout(self.layout),
     )
     return apply_moe(params, x, mask, bias, block)
 

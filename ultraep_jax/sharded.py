@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ultraep_jax.activations import Activation
 from ultraep_jax.checks import check_layer
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import resolve_token_axes
 from ultraep_jax.moe import measured_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Activation, Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 
 def sharded_moe(
@@ -38,12 +39,12 @@ def sharded_moe(
     expert_index: ``[N, ..., K]`` integers in ``[−1, E)``, −1 for a masked assignment. Under
       ``jit`` values outside are masked and counted in the statistics.
     gate: ``[N, ..., K]``, the weights of the choices.
-    weights: ``[E, D, F]``, ``[E, D, F]``, ``[E, F, D]``, sharded over ``axis_name``.
+    weights: of all E experts, in any form, sharded over ``axis_name``.
     config: how to balance.
     axis_name: the mesh axis of the experts.
     token_axes: mesh axes that N is sharded over, the experts' axis among them. ``None``:
       ``"data"``, if the mesh has it, then ``axis_name``. The layer is replicated over others.
-    activation: of the gate projection.
+    activation: as for ``moe``.
     mesh: ``None``: the context mesh (``jax.set_mesh``).
 
   Returns:

@@ -3,13 +3,12 @@
 The references are slow and plain on purpose: they share no code with what they check.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ultraep_jax.activations import Activation, GatedUnit
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Array, ExpertWeights, Plan
 from ultraep_jax.workloads import ADVERSARIAL_KINDS as ADVERSARIAL_KINDS
@@ -27,7 +26,7 @@ def dense_moe(
   expert_index_TK: Array,
   gate_TK: Array,
   weights: ExpertWeights,
-  activation: Callable[[Array], Array] = jax.nn.silu,
+  activation: Activation = jax.nn.silu,
 ) -> Array:
   """The mixture of experts without any distribution: every expert runs on every token.
 
@@ -38,8 +37,8 @@ def dense_moe(
     x_TD: ``[T, D]`` floating point.
     expert_index_TK: ``[T, K]`` integers; an index outside ``[0, E)`` contributes zero.
     gate_TK: ``[T, K]`` floating point.
-    weights: of all experts, leading axis E.
-    activation: elementwise, applied to ``x wi_gate``.
+    weights: of all experts, leading axis E, in any form.
+    activation: as for ``moe``.
 
   Returns:
     ``[T, D]`` float32.
@@ -61,15 +60,33 @@ def dense_moe(
   expert_index_TK = expert_index_TK.astype(jnp.int32)  # narrow ones would wrap around
   num_experts = weights.wo.shape[0]
 
-  def dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+  def affine(a_TX: Array, matrix: Array | None, bias: Array | None) -> Array:
+    assert matrix is not None
+    product = jnp.dot(a_TX, matrix.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    return product if bias is None else product + bias.astype(jnp.float32)[None, :]
+
+  def between(expert: ExpertWeights) -> Array:
+    if expert.layout == "apart":
+      gate_TF = affine(x_TD, expert.wi_gate, expert.wi_gate_bias)
+      up_TF = affine(x_TD, expert.wi_up, expert.wi_up_bias)
+    else:
+      into = affine(x_TD, expert.wi, expert.wi_bias)
+      if expert.layout == "ungated":
+        assert not isinstance(activation, GatedUnit), "expected a function of one argument"
+        return activation(into)
+      half = into.shape[1] // 2
+      fused = expert.layout == "fused"
+      gate_TF = into[:, :half] if fused else into[:, ::2]
+      up_TF = into[:, half:] if fused else into[:, 1::2]
+    if isinstance(activation, GatedUnit):
+      return activation(gate_TF, up_TF)
+    return activation(gate_TF) * up_TF
 
   @jax.checkpoint
-  def add_expert(y_TD: Array, expert: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
-    index, (wi_gate, wi_up, wo) = expert
+  def add_expert(y_TD: Array, indexed: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
+    index, expert = indexed
     gate_T = jnp.sum(jnp.where(expert_index_TK == index, gate_TK, 0.0), axis=1)
-    inner_TF = activation(dot(x_TD, wi_gate)) * dot(x_TD, wi_up)
-    return y_TD + gate_T[:, None] * dot(inner_TF, wo), None
+    return y_TD + gate_T[:, None] * affine(between(expert), expert.wo, expert.wo_bias), None
 
   experts = jnp.arange(num_experts, dtype=jnp.int32)
   return lax.scan(add_expert, jnp.zeros_like(x_TD), (experts, weights))[0]

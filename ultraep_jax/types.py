@@ -18,36 +18,137 @@ F       expert inner width
 ======  ==========================================================================
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-# Of the gate half of an expert: elementwise, of its argument alone.
-Activation = Callable[[Array], Array]
+
+
+@jax.tree_util.register_static
+class Layout(enum.StrEnum):
+  """Where the matrices into an expert are.
+
+  Attributes:
+    APART: gate and up are two arrays, ``wi_gate`` and ``wi_up``.
+    FUSED: both are in ``wi``, ``[D, 2F]``, the F columns of gate before those of up.
+    INTERLEAVED: both are in ``wi``, gate in the even columns and up in the odd ones.
+    UNGATED: there is one matrix in, ``wi``, ``[D, F]``.
+  """
+
+  APART = "apart"
+  FUSED = "fused"
+  INTERLEAVED = "interleaved"
+  UNGATED = "ungated"
 
 
 class ExpertWeights(NamedTuple):
-  """Parameters of gated experts, ``wo(act(x wi_gate) * (x wi_up))``.
+  """Parameters of experts, each ``wo(unit(x wi_gate, x wi_up))`` or, ungated, ``wo(act(x wi))``.
 
-  The leading axis is M inside ``shard_map`` and E on global arrays.
+  ``ExpertWeights(wi_gate, wi_up, wo)``, ``ExpertWeights.fused(wi, wo)`` and
+  ``ExpertWeights.ungated(wi, wo)`` make them; biases are optional. What is between the matrices is
+  the layer's ``activation``. The leading axis is M inside ``shard_map`` and E on global arrays.
 
   Attributes:
-    wi_gate: ``[M, D, F]``.
-    wi_up: ``[M, D, F]``.
+    wi_gate: ``[M, D, F]``; ``None`` if it is in ``wi``, or there is none.
+    wi_up: ``[M, D, F]``, likewise.
     wo: ``[M, F, D]``.
+    wi_gate_bias: ``[M, F]`` or ``None``.
+    wi_up_bias: ``[M, F]``, given if ``wi_gate_bias`` is.
+    wo_bias: ``[M, D]`` or ``None``.
+    wi: ``[M, D, 2F]``, or ``[M, D, F]`` of experts that are not gated; else ``None``.
+    wi_bias: of as many columns as ``wi``, or ``None``.
+    layout: which of ``wi_gate``, ``wi_up`` and ``wi`` there are, and how ``wi`` holds both.
   """
 
-  wi_gate: Array
-  wi_up: Array
+  wi_gate: Array | None
+  wi_up: Array | None
   wo: Array
+  wi_gate_bias: Array | None = None
+  wi_up_bias: Array | None = None
+  wo_bias: Array | None = None
+  wi: Array | None = None
+  wi_bias: Array | None = None
+  layout: Layout = Layout.APART
+
+  @classmethod
+  def fused(
+    cls,
+    wi: Array,
+    wo: Array,
+    wi_bias: Array | None = None,
+    wo_bias: Array | None = None,
+    *,
+    interleaved: bool = False,
+  ) -> "ExpertWeights":
+    """Gated experts whose two matrices in are one array, used as it is: nothing cuts it up.
+
+    Args:
+      wi: ``[M, D, 2F]``, the columns of gate before those of up.
+      wo: ``[M, F, D]``.
+      wi_bias: ``[M, 2F]``, its columns as those of ``wi``.
+      wo_bias: ``[M, D]``.
+      interleaved: columns take turns instead, gate first (``wi[..., ::2]``), as in GPT-OSS.
+    """
+    layout = Layout.INTERLEAVED if interleaved else Layout.FUSED
+    return cls(None, None, wo, wi=wi, wi_bias=wi_bias, wo_bias=wo_bias, layout=layout)
+
+  @classmethod
+  def ungated(
+    cls, wi: Array, wo: Array, wi_bias: Array | None = None, wo_bias: Array | None = None
+  ) -> "ExpertWeights":
+    """Experts of two matrices, ``wo(act(x wi))``.
+
+    Args:
+      wi: ``[M, D, F]``.
+      wo: ``[M, F, D]``.
+      wi_bias: ``[M, F]``.
+      wo_bias: ``[M, D]``.
+    """
+    return cls(None, None, wo, wi=wi, wi_bias=wi_bias, wo_bias=wo_bias, layout=Layout.UNGATED)
+
+  @property
+  def projections(self) -> tuple[Array, ...]:
+    """The matrices in: gate and up, or the one that there is."""
+    return _given(self.wi_gate, self.wi_up, self.wi)
+
+  @property
+  def projection_biases(self) -> tuple[Array, ...]:
+    """One for each of ``projections``, or none."""
+    return _given(self.wi_gate_bias, self.wi_up_bias, self.wi_bias)
+
+  def with_values(
+    self,
+    projections: Sequence[Array],
+    wo: Array,
+    projection_biases: Sequence[Array],
+    wo_bias: Array | None,
+  ) -> "ExpertWeights":
+    """Others of the same layout, such as gradients."""
+    names = ("wi_gate", "wi_up") if self.layout is Layout.APART else ("wi",)
+    biases = [f"{name}_bias" for name in names[: len(projection_biases)]]
+    values = (*projections, *projection_biases)
+    fields: Any = dict(zip([*names, *biases], values, strict=True))
+    return self._replace(wo=wo, wo_bias=wo_bias, **fields)
 
   @property
   def expert_size(self) -> int:
     """Values of one expert."""
-    return sum(leaf.shape[-2] * leaf.shape[-1] for leaf in self)
+    lead = len(self.wo.shape) - 2
+    return sum(math.prod(leaf.shape[lead:]) for leaf in jax.tree.leaves(self))
+
+  @property
+  def num_matrices(self) -> int:
+    """Of one expert, as if none were fused: three of gated ones, else two."""
+    return 2 if self.layout is Layout.UNGATED else 3
+
+
+def _given(*arrays: Array | None) -> tuple[Array, ...]:
+  return tuple(array for array in arrays if array is not None)
 
 
 class Plan(NamedTuple):

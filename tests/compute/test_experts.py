@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ultraep_jax.compute import experts
+from ultraep_jax.compute import experts, grouped
 from ultraep_jax.types import ExpertWeights
 
 C, D, F, HOME, REPLICA = 40, 6, 10, 3, 2
@@ -49,7 +49,7 @@ def test_grouped_matmul(sizes, transpose, capacity):
   rows = poison(normal(rng, capacity, D), sizes)
   weights = normal(rng, HOME + REPLICA, D, F)
   operand = jnp.swapaxes(weights, 1, 2) if transpose else weights
-  got = jax.jit(experts.grouped_matmul, static_argnames="transpose_rhs")(
+  got = jax.jit(grouped.grouped_matmul, static_argnames="transpose_rhs")(
     rows, operand[:HOME], operand[HOME:], jnp.array(sizes, jnp.int32), transpose_rhs=transpose
   )
   np.testing.assert_allclose(got, reference(rows, weights, sizes), rtol=1e-5, atol=1e-5)
@@ -59,7 +59,7 @@ def test_grouped_matmul(sizes, transpose, capacity):
 def test_weight_gradient_of_an_empty_slot_is_zero(sizes):
   rng = np.random.default_rng(0)
   rows, grad = poison(normal(rng, C, D), sizes), poison(normal(rng, C, F), sizes)
-  home, replica = jax.jit(experts.grouped_matmul_wgrad, static_argnums=3)(
+  home, replica = jax.jit(grouped.grouped_matmul_wgrad, static_argnums=3)(
     rows, grad, jnp.array(sizes, jnp.int32), HOME
   )
   assert home.shape == (HOME, D, F) and replica.shape == (REPLICA, D, F)
@@ -77,9 +77,9 @@ def test_without_replica_slots():
   rows, weights = normal(rng, C, D), normal(rng, HOME, D, F)
   sizes = [10, 20, 10]
   empty = jnp.zeros((0, D, F), jnp.float32)
-  got = experts.grouped_matmul(rows, weights, empty, jnp.array(sizes, jnp.int32))
+  got = grouped.grouped_matmul(rows, weights, empty, jnp.array(sizes, jnp.int32))
   np.testing.assert_allclose(got, reference(rows, weights, sizes), rtol=1e-5, atol=1e-5)
-  home, replica = experts.grouped_matmul_wgrad(rows, got, jnp.array(sizes, jnp.int32), HOME)
+  home, replica = grouped.grouped_matmul_wgrad(rows, got, jnp.array(sizes, jnp.int32), HOME)
   assert home.shape == (HOME, D, F) and replica.shape == (0, D, F)
 
 
@@ -89,7 +89,7 @@ def test_no_operand_is_joined_or_expanded():
   shapes = [(rows, width), (home, width, inner), (replica, width, inner)]
   args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
   sizes = jax.ShapeDtypeStruct((home + replica,), jnp.int32)
-  compiled = jax.jit(experts.grouped_matmul).lower(*args, sizes).compile()
+  compiled = jax.jit(grouped.grouped_matmul).lower(*args, sizes).compile()
   joined = 4 * (home + replica) * width * inner
   expanded = 4 * (home + replica) * rows * width
   assert compiled.memory_analysis().temp_size_in_bytes < min(joined, expanded) / 2
@@ -151,13 +151,13 @@ def test_gates_count_in_float32_among_rows_in_bfloat16():
   home = jax.tree.map(lambda leaf: leaf[:HOME], weights)
   replicas = Replicas(jax.tree.map(lambda leaf: leaf[HOME:], weights))
   sizes = jnp.ones(slots, jnp.int32)
-  hidden = experts.Hidden(low(slots, inner), low(slots, inner))
+  hidden = low(slots, inner), low(slots, inner)
   got = experts.expert_backward(grad, gate, rows, hidden, home, replicas, sizes, jax.nn.relu)
 
-  gated = np.asarray(jax.nn.relu(hidden.gate_CF) * hidden.up_CF, np.float64)
+  gated = np.asarray(jax.nn.relu(hidden[0]) * hidden[1], np.float64)
   product = (gated * np.asarray(gate, np.float64)[:, None]).astype(jnp.bfloat16)
   outer = np.asarray(product, np.float64)[:, :, None] * np.asarray(grad, np.float64)[:, None]
   np.testing.assert_array_equal(got.home.wo, outer.astype(np.float32))
-  ungated = experts.grouped_matmul(grad, home.wo, weights.wo[HOME:], sizes, transpose_rhs=True)
+  ungated = grouped.grouped_matmul(grad, home.wo, weights.wo[HOME:], sizes, transpose_rhs=True)
   summed = (gated * np.asarray(ungated, np.float64)).sum(axis=1)
   np.testing.assert_allclose(got.gate_C, summed, rtol=1e-5, atol=1e-5)

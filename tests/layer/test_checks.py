@@ -49,7 +49,7 @@ WRONG = {
   "empty experts": (
     {"weights": uep.ExpertWeights(jnp.ones((E, D, 0)), jnp.ones((E, D, 0)), jnp.ones((E, 0, D)))},
     ValueError,
-    r"weights.wi_gate: expected no empty axis, got \[8, 4, 0\]",
+    r"weights.wo: expected no empty axis, got \[8, 0, 4\]",
   ),
   "a planner without an answer": (
     {"config": dataclasses.replace(CONFIG, strategy=lambda *_: None)},
@@ -94,7 +94,7 @@ WRONG = {
   "weights of another width": (
     {"weights": weights_with(wi_gate=jnp.ones((E, D + 1, F)))},
     ValueError,
-    r"weights.wi_gate: expected shape \[E, 4, F\], got \[8, 5, 6\]",
+    r"weights.wi_gate: expected shape \[8, 4, 6\], got \[8, 5, 6\]",
   ),
   "up unlike gate": (
     {"weights": weights_with(wi_up=jnp.ones((E, D, F + 1)))},
@@ -104,7 +104,7 @@ WRONG = {
   "wo not transposed": (
     {"weights": weights_with(wo=jnp.ones((E, D, F)))},
     ValueError,
-    r"weights.wo: expected shape \[8, 6, 4\], got \[8, 4, 6\]",
+    r"weights.wo: expected shape \[E, F, 4\], got \[8, 4, 6\]",
   ),
   "mixed weight dtypes": (
     {"weights": weights_with(wo=jnp.ones((E, F, D), jnp.bfloat16))},

@@ -132,7 +132,7 @@ def moe_problem(num_experts: int = 5, hidden: int = 6, inner: int = 7, top_k: in
 
 
 def by_hand(x_TD, index_TK, gate_TK, weights: ExpertWeights) -> np.ndarray:
-  wi_gate, wi_up, wo = (np.asarray(w, np.float64) for w in weights)
+  wi_gate, wi_up, wo = (np.asarray(w, np.float64) for w in jax.tree.leaves(weights))
   y_TD = np.zeros(x_TD.shape)
   for (token, choice), expert in np.ndenumerate(np.asarray(index_TK)):
     if expert >= 0:

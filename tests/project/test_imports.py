@@ -32,7 +32,7 @@ ultraep_jax/compute ultraep_jax/simulate ultraep_jax/viewer
 ultraep_jax/stats ultraep_jax/strategies ultraep_jax/trace ultraep_jax/transport
 ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
 ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
-ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed
+ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
 ultraep_jax/files
 pallas_kernels/__init__

@@ -14,11 +14,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import Tunings
+from ultraep_jax.activations import Activation
 from ultraep_jax.compute import experts
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations
 from ultraep_jax.transport import exchange, replicate
-from ultraep_jax.types import Activation, Array, ExpertWeights, Routes
+from ultraep_jax.types import Array, ExpertWeights, Routes
 
 # For `jax.checkpoint_policies.save_only_these_names`: rows spare backward a second dispatch,
 # hidden two of the three matmuls and the replicas for them, which have no name: they are made
@@ -131,7 +132,7 @@ def _backward(
     # SMs that it holds while it waits for other ranks.
     gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
     gate_grad_TK = this.crossing.collect(_after(static, routing, gate_C, x_grad_TD))
-    x_grad_TD = _after(static, routing, x_grad_TD, *home)
+    x_grad_TD = _after(static, routing, x_grad_TD, *jax.tree.leaves(home))
     return _Grads(x_grad_TD, gate_grad_TK, home), grads.copies
 
   total, copies = round_grads(0, first, replicas)

@@ -15,16 +15,23 @@ from ultraep_jax.types import Array
 
 
 def matmul(
-  rows_CK: Array, home_MKN: Array, replica_SKN: Array, group_size_P: Array, transpose_rhs: bool
+  rows_CK: Array,
+  home_MKN: Array,
+  replica_SKN: Array,
+  group_size_P: Array,
+  transpose_rhs: bool,
+  bias: tuple[Array, Array] | None = None,
 ) -> Array:
-  """As ``experts.grouped_matmul``; unused rows are zero."""
+  """As ``grouped.grouped_matmul``; unused rows are zero."""
   tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
-  axes = varying_axes(rows_CK, home_MKN, replica_SKN, group_size_P)
+  axes = varying_axes(rows_CK, home_MKN, replica_SKN, group_size_P, bias)
   num_home = home_MKN.shape[0]
   contract = 1 if transpose_rhs else 0
   out_CN = jnp.zeros((rows_CK.shape[0], home_MKN.shape[2 - contract]), rows_CK.dtype)
 
-  def multiply(weights: Array, first_slot: int) -> Callable[[Array, Array], Array]:
+  def multiply(
+    weights: Array, first_slot: int, bias_PN: Array | None
+  ) -> Callable[[Array, Array], Array]:
     def tile(i: Array, out_CN: Array) -> Array:
       slot, start, mine_B1 = tiles.locate(i)
       rows_BK = lax.dynamic_slice_in_dim(rows_CK, start, tiles.rows)
@@ -32,6 +39,9 @@ def matmul(
       product_BN = lax.dot_general(
         rows_BK, rhs, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
       )
+      if bias_PN is not None:
+        bias_1N = lax.dynamic_index_in_dim(bias_PN, slot - first_slot)
+        product_BN += bias_1N.astype(jnp.float32)
       kept_BN = lax.dynamic_slice_in_dim(out_CN, start, tiles.rows)
       merged_BN = jnp.where(mine_B1, product_BN.astype(out_CN.dtype), kept_BN)
       return lax.dynamic_update_slice_in_dim(out_CN, merged_BN, start, 0)
@@ -40,16 +50,18 @@ def matmul(
 
   out_CN = to_varying(out_CN, axes)
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  out_CN = lax.fori_loop(jnp.int32(0), home_tiles, multiply(home_MKN, 0), out_CN)
+  home_bias, replica_bias = bias or (None, None)
+  home, replica = multiply(home_MKN, 0, home_bias), multiply(replica_SKN, num_home, replica_bias)
+  out_CN = lax.fori_loop(jnp.int32(0), home_tiles, home, out_CN)
   if replica_SKN.shape[0]:
-    out_CN = lax.fori_loop(home_tiles, all_tiles, multiply(replica_SKN, num_home), out_CN)
+    out_CN = lax.fori_loop(home_tiles, all_tiles, replica, out_CN)
   return out_CN
 
 
 def wgrad(
   rows_CK: Array, grad_CN: Array, group_size_P: Array, num_home: int
 ) -> tuple[Array, Array]:
-  """As ``experts.grouped_matmul_wgrad``."""
+  """As ``grouped.grouped_matmul_wgrad``."""
   tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
   axes = varying_axes(rows_CK, grad_CN, group_size_P)
 

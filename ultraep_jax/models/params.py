@@ -136,7 +136,7 @@ def _moe(config: ModelConfig) -> dict[str, Spec]:
     config.embed_dim, config.expert_dim, gating.num_experts, config.num_shared_experts
   )
   specs = {
-    name: Spec(shape, param_axes(shape, AXIS), float32=name == "router")
+    name: Spec(shape, param_axes(name, shape, AXIS), float32=name == "router")
     for name, shape in shapes.items()
   }
   if gating.use_selection_bias:

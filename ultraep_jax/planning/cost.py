@@ -102,12 +102,13 @@ def cost_on(
   moving = device if kernels else portable
   # Other dtypes are multiplied in plain JAX, and their copies travel alone.
   multiplying = moving if dtype == jnp.bfloat16 else portable
-  width, inner = weights.wi_gate.shape[-2:]
+  inner, width = weights.wo.shape[-2:]
+  shape = width, inner, weights.num_matrices
   sending = copy_seconds(moving, copy_bytes(dtype, weights), beside=multiplying is moving)
-  row = row_seconds(multiplying, width, inner)
+  row = row_seconds(multiplying, *shape)
   return in_rows(
     row,
-    copy=sending + slot_seconds(multiplying, width, inner),
+    copy=sending + slot_seconds(multiplying, *shape),
     launch=device["launch_seconds"],
     capacity=capacity,
   )
@@ -118,22 +119,25 @@ def in_rows(row: float, *, copy: float, launch: float, capacity: int) -> LayerCo
   return LayerCost(PlanCost(round(copy / row), capacity), round(_BALANCE_LAUNCHES * launch / row))
 
 
-def row_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+def row_seconds(
+  device: Device, width: int, inner: int, matrices: int = 3, direction: str = "forward"
+) -> float:
   """What one row more takes. What its slot takes in any case is in ``slot_seconds``."""
   rate = device.matmul_rate(width, inner, backward=direction == "backward")
-  return _WORK[direction] * 2 * expert_size(width, inner) / rate
+  return _WORK[direction] * 2 * matrices * width * inner / rate
 
 
-def slot_seconds(device: Device, width: int, inner: int, direction: str = "forward") -> float:
+def slot_seconds(
+  device: Device, width: int, inner: int, matrices: int = 3, direction: str = "forward"
+) -> float:
   """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
-  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction)
-  return rows + _WORK[direction] * reading_seconds(device, width, inner)
+  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, matrices, direction)
+  return rows + _WORK[direction] * reading_seconds(device, matrices * width * inner)
 
 
-def reading_seconds(device: Device, width: int, inner: int) -> float:
-  """What reading an expert's weights once adds to its matmuls."""
-  seconds = _WEIGHT_BYTES * expert_size(width, inner) / device["memory_rate"]
-  return device["weights_exposed"] * seconds
+def reading_seconds(device: Device, size: int) -> float:
+  """What reading so many weights of an expert once adds to its matmuls."""
+  return device["weights_exposed"] * _WEIGHT_BYTES * size / device["memory_rate"]
 
 
 def copy_seconds(
@@ -149,11 +153,6 @@ def copy_seconds(
   """
   exposed = device[f"copy_exposed_{direction}"] if beside else 1.0
   return exposed * size / device["copy_rate"]
-
-
-def expert_size(width: int, inner: int) -> int:
-  """Weights of one gated expert."""
-  return 3 * width * inner
 
 
 def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:

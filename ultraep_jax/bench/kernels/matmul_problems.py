@@ -27,7 +27,7 @@ from pallas_kernels import (
 )
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer.problem import SHAPES
-from ultraep_jax.compute import experts
+from ultraep_jax.compute import grouped
 from ultraep_jax.transport.replicate import COPYING
 from ultraep_jax.types import Array
 
@@ -223,7 +223,7 @@ def _product(problem: Problem) -> Parts:
     dense_operands=lambda rows, home, _: (rows, home[0]),
     peers={
       "ragged": joined,
-      "portable": functools.partial(experts.grouped_matmul, transpose_rhs=transpose),
+      "portable": functools.partial(grouped.grouped_matmul, transpose_rhs=transpose),
     },
   )
 
@@ -242,7 +242,7 @@ def _wgrad(problem: Problem) -> Parts:
     return grads[: problem.home], grads[problem.home :]
 
   def portable(rows: Array, grad: Array, sizes: Array) -> Any:
-    return experts.grouped_matmul_wgrad(rows, grad, sizes, problem.home)
+    return grouped.grouped_matmul_wgrad(rows, grad, sizes, problem.home)
 
   return Parts(
     shapes=tuple((problem.rows, width) for width in problem.widths),

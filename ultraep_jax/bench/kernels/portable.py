@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultraep_jax import testing
 from ultraep_jax.bench.machine import devices
-from ultraep_jax.compute import experts, tile_matmul
+from ultraep_jax.compute import grouped, tile_matmul
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.moe import moe
@@ -251,11 +251,11 @@ def experts_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   weights = jnp.asarray(rng.normal(size=((home + slots) * mesh.size, width, inner)), jnp.bfloat16)
 
   def forward(x_CD: Array, weights: Array) -> Array:
-    out_CF = experts.grouped_matmul(x_CD, weights[:home], weights[home:], sizes)
+    out_CF = grouped.grouped_matmul(x_CD, weights[:home], weights[home:], sizes)
     return x_CD.at[:, : out_CF.shape[1]].set(out_CF)
 
   def backward(x_CD: Array, weights: Array) -> Array:
-    grads, more = experts.grouped_matmul_wgrad(x_CD, x_CD[:, :inner], sizes, home)
+    grads, more = grouped.grouped_matmul_wgrad(x_CD, x_CD[:, :inner], sizes, home)
     return x_CD * (1 + 0 * (grads[0, 0, 0] + more[0, 0, 0])).astype(x_CD.dtype)
 
   def ragged(x_CD: Array, weights: Array) -> Array:
@@ -304,10 +304,12 @@ def layer_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
     normal(num_experts, inner, width),
   )
 
-  def forward(strategy: str, x_TD: Array, index_TK: Array, *leaves: Array) -> Array:
+  def forward(
+    strategy: str, x_TD: Array, index_TK: Array, wi_gate: Array, wi_up: Array, wo: Array
+  ) -> Array:
     config = BalanceConfig(replica_slots=2, strategy=strategy, objective="balance")
     gate_TK = jnp.full(index_TK.shape, 1 / top_k, jnp.float32)
-    return moe(x_TD, index_TK, gate_TK, ExpertWeights(*leaves), config=config)[0]
+    return moe(x_TD, index_TK, gate_TK, ExpertWeights(wi_gate, wi_up, wo), config=config)[0]
 
   def backward(strategy: str, x_TD: Array, index_TK: Array, *leaves: Array) -> Array:
     def loss(x_TD: Array, leaves: tuple[Array, ...]) -> Array:

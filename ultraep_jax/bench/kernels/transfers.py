@@ -102,8 +102,9 @@ def time_cases(ranks: int, config: BalanceConfig) -> dict[str, Placement]:
   """Plans for skewed loads of 16 experts a rank, and one expert to all ranks, two ways."""
   cases: dict[str, Placement] = {"empty": (np.full((ranks, 2), -1), np.full((ranks, 2), -1))}
   # What copies cost by time: experts of 37.7 MB, three matrices of 4096 by 1536 in bf16.
-  shape = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
-  experts = ExpertWeights(*[cast("Array", shape)] * 3)
+  sizes = (1, 4096, 1536), (1, 1536, 4096)
+  into, out = (cast("Array", jax.ShapeDtypeStruct(size, jnp.bfloat16)) for size in sizes)
+  experts = ExpertWeights(into, into, out)
   capacity = int(8192 * 8 * config.capacity_factor)
   cost = cost_on(known.resolve(), jnp.dtype(jnp.bfloat16), experts, capacity).plan
   for ratio in (r for r in _RATIOS if r < ranks):

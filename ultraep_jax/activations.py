@@ -1,0 +1,118 @@
+"""What is between the matrices of an expert: functions of one projection, or of gate and up."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ultraep_jax.types import Array, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedUnit:
+  """A function of both projections of a gated expert, ``wo(function(x wi_gate, x wi_up))``.
+
+  A function of one argument, such as ``jax.nn.silu``, stands for ``act(gate) * up``, and needs no
+  ``GatedUnit``. Equal if the function is the same object: make it once, as it is a static argument
+  of compiled programs.
+
+  >>> import jax, jax.numpy as jnp
+  >>> reglu = GatedUnit(lambda gate, up: jax.nn.relu(gate) * up)
+  >>> reglu(jnp.array([2.0, -2.0]), jnp.array([3.0, 3.0])).tolist()
+  [6.0, -0.0]
+
+  Attributes:
+    function: of ``(gate, up)``, float32 arrays of one shape, to an array of that shape;
+      elementwise, and of its arguments alone.
+  """
+
+  function: Callable[[Array, Array], Array]
+
+  def __call__(self, gate: Array, up: Array) -> Array:
+    return self.function(gate, up)
+
+
+# A function of one projection, elementwise, stands for ``act(gate) * up``, or for ``act(x wi)`` of
+# experts that are not gated.
+Activation = Callable[[Array], Array] | GatedUnit
+
+
+def _swiglu(gate: Array, up: Array) -> Array:
+  return jax.nn.silu(gate) * up
+
+
+def _geglu(gate: Array, up: Array) -> Array:
+  return jax.nn.gelu(gate) * up
+
+
+swiglu = GatedUnit(_swiglu)
+geglu = GatedUnit(_geglu)
+
+
+@functools.cache
+def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> GatedUnit:
+  """GPT-OSS's: ``g * sigmoid(alpha * g) * (u + 1)``, g at most ``limit``, u within ``±limit``.
+
+  >>> unit = clamped_swiglu()
+  >>> unit(jnp.array(1e3), jnp.array([1e3, -1e3])).tolist()
+  [55.99..., -41.99...]
+  """
+
+  def clamped(gate: Array, up: Array) -> Array:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+  return GatedUnit(clamped)
+
+
+@functools.cache
+def clipped_swiglu(limit: float = 10.0) -> GatedUnit:
+  """DeepSeek-V4's: ``silu(g) * u``, g at most ``limit``, u within ``±limit``.
+
+  >>> clipped_swiglu(2.0)(jnp.array(1e3), jnp.array([1e3, 1.0])).tolist()
+  [3.52..., 1.76...]
+  """
+
+  def clipped(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+  return GatedUnit(clipped)
+
+
+def squared_relu(x: Array) -> Array:
+  """``max(x, 0)²``, of one projection."""
+  return jnp.square(jax.nn.relu(x))
+
+
+def inner(hidden: Sequence[Array], layout: Layout, activation: Activation) -> Array:
+  """What the rows are between the matrices of their experts.
+
+  Args:
+    hidden: rows times each of ``ExpertWeights.projections``, biases added.
+    layout: of the weights.
+    activation: a ``GatedUnit`` computes in float32, a function of one projection in its dtype.
+
+  Returns:
+    ``[..., F]`` in the dtype of ``hidden``.
+  """
+  if isinstance(activation, GatedUnit):
+    gate, up = halves(hidden, layout)
+    return activation(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(up.dtype)
+  one, *others = hidden if layout is Layout.UNGATED else halves(hidden, layout)
+  activated = activation(one).astype(one.dtype)  # it may compute in float32
+  return functools.reduce(jnp.multiply, others, activated)
+
+
+def halves(hidden: Sequence[Array], layout: Layout) -> tuple[Array, Array]:
+  """Gate and up of gated experts, wherever their columns are."""
+  if layout is Layout.APART:
+    gate, up = hidden
+    return gate, up
+  (both,) = hidden
+  parts = (2, -1) if layout is Layout.FUSED else (-1, 2)
+  both = both.reshape(*both.shape[:-1], *parts)
+  axis = -2 if layout is Layout.FUSED else -1
+  gate, up = (jax.lax.index_in_dim(both, i, axis, keepdims=False) for i in range(2))
+  return gate, up
