@@ -18,7 +18,7 @@ from ultraep_jax.tools.errors import CommandError, no_devices
 
 # Modules of ``ultraep_jax.commands``, imported when chosen.
 COMMANDS = ("demo", "plan", "trace", "view", "simulate", "paper", "bench", "doctor")
-_PROGRAM = "python -m ultraep_jax"
+_PROGRAM = "ultraep"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

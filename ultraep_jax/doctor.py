@@ -82,7 +82,7 @@ def description_advice() -> str:
     return f'"{device.name}": {device.hardware}'
   return (
     f'"{device.name}" as the nearest, as there is none of {kind}; '
-    "`python -m ultraep_jax bench tune --write FILE` makes one"
+    "`ultraep bench costs --write FILE` makes one"
   )
 
 

@@ -22,13 +22,9 @@ from ultraep_jax.types import Array
 class GatingConfig:
   """How a router turns logits into experts and gates. Hashable.
 
-  ==================  ====================================================================
-  model               fields beside ``num_experts`` and ``num_experts_per_tok``
-  ==================  ====================================================================
-  Mixtral, Qwen3      the defaults (a softmax over the chosen logits alone is the same)
-  DeepSeek-V3         ``scoring="sigmoid"``, ``use_selection_bias=True``,
-                      ``routed_scaling=2.5``, ``num_expert_groups=8``, ``topk_groups=4``
-  ==================  ====================================================================
+  - Mixtral, Qwen3: the defaults (a softmax over the chosen logits alone is the same).
+  - DeepSeek-V3: ``scoring="sigmoid"``, ``use_selection_bias=True``, ``routed_scaling=2.5``,
+    ``num_expert_groups=8``, ``topk_groups=4``.
 
   Attributes:
     num_experts: E, logical experts.

@@ -109,8 +109,10 @@ def measured_moe(
     dtype=x_TD.dtype,
     weights=weights,
   )
-  load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
-  plan = (strategy if plans else strategies.none).plan(load_GE, config, cost)
+  with jax.named_scope("uep.load"):
+    load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
+  with jax.named_scope("uep.plan"):
+    plan = (strategy if plans else strategies.none).plan(load_GE, config, cost)
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.

@@ -32,19 +32,17 @@ class MoE(nnx.Module):
 
   The output equals that of a dense mixture; only where the work happens changes. Parameters:
 
-  ==================================================  =====================  ================
-  name                                                shape                  sharding
-  ==================================================  =====================  ================
-  ``router`` (always float32)                         ``[D, E]``             replicated
-  ``wi_gate``, ``wi_up``                              ``[E, D, F]``          E over ``expert``
-  ``wo``                                              ``[E, F, D]``          E over ``expert``
-  ``shared_wi_gate``, ``shared_wi_up``                ``[D, n * F]``         replicated
-  ``shared_wo``                                       ``[n * F, D]``         replicated
-  ``shared_gate``                                     ``[D, 1]``             replicated
-  ``latent_down``                                     ``[D, L]``             replicated
-  ``latent_up``                                       ``[L, D]``             replicated
-  ``selection_bias`` (``SelectionBias``, float32)     ``[E]``                replicated
-  ==================================================  =====================  ================
+  | name                                            | shape          | sharding          |
+  |-------------------------------------------------|----------------|-------------------|
+  | ``router`` (always float32)                     | ``[D, E]``     | replicated        |
+  | ``wi_gate``, ``wi_up``                          | ``[E, D, F]``  | E over ``expert`` |
+  | ``wo``                                          | ``[E, F, D]``  | E over ``expert`` |
+  | ``shared_wi_gate``, ``shared_wi_up``            | ``[D, n * F]`` | replicated        |
+  | ``shared_wo``                                   | ``[n * F, D]`` | replicated        |
+  | ``shared_gate``                                 | ``[D, 1]``     | replicated        |
+  | ``latent_down``                                 | ``[D, L]``     | replicated        |
+  | ``latent_up``                                   | ``[L, D]``     | replicated        |
+  | ``selection_bias`` (``SelectionBias``, float32) | ``[E]``        | replicated        |
 
   The shared ones exist with n = ``num_shared_experts`` > 0, ``shared_gate`` with
   ``use_shared_gate``, the latent ones with L = ``latent_dim``, which is then the width of experts,

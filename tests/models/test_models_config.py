@@ -124,7 +124,7 @@ def test_qwen3():
     vocab_size=151936,
     embed_dim=2048,
     is_moe=(True,) * 48,
-    attention=GroupedQuery(num_heads=32, num_key_heads=4, head_dim=128, qk_norm=True),
+    attention=GroupedQuery(num_heads=32, num_key_heads=4, head_dim=128, qk_norm="head"),
     rotary=Rotary(dim=128, theta=1e6),
     dense_dim=6144,
     expert_dim=768,
@@ -138,7 +138,7 @@ def test_glm():
     vocab_size=151552,
     embed_dim=5120,
     is_moe=(False,) * 3 + (True,) * 89,
-    attention=GroupedQuery(num_heads=96, num_key_heads=8, head_dim=128, qk_norm=True, bias=True),
+    attention=GroupedQuery(num_heads=96, num_key_heads=8, head_dim=128, qk_norm="head", bias=True),
     rotary=Rotary(dim=64, theta=1e6),
     dense_dim=12288,
     expert_dim=1536,
@@ -172,7 +172,7 @@ def test_deepseek():
   )
   yarn = Yarn(factor=40, original_positions=4096, attention_factor=1.0)
   assert config.rotary == Rotary(dim=64, theta=1e4, interleaved=True, yarn=yarn)
-  assert [len(run) for run in config.runs] == [3, 58]
+  assert [len(stack) for stack in config.stacks] == [3, 58] and config.runs == ((0,), (1,))
   assert config.gating.num_expert_groups == 8 and config.gating.topk_groups == 4
 
 
@@ -207,7 +207,11 @@ def test_which_layers_are_mixtures():
   hf = QWEN3_30B | {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
   config = ModelConfig.from_hf(hf)
   assert [i for i, is_moe in enumerate(config.is_moe) if is_moe] == [1, 5, 7]
-  assert config.runs == ((0,), (1,), (2, 3, 4), (5,), (6,), (7,))
+  assert config.stacks == ((0,), (1,), (2, 3, 4), (5,), (6,), (7,))
+  assert config.runs == tuple((i,) for i in range(6))
+  alternate = ModelConfig.from_hf(QWEN3_30B | {"decoder_sparse_step": 2})
+  assert alternate.stacks == (tuple(range(0, 48, 2)), tuple(range(1, 48, 2)))
+  assert alternate.runs == ((0, 1),)
 
 
 YARN = DEEPSEEK_V3["rope_scaling"]
@@ -216,7 +220,8 @@ YARN = DEEPSEEK_V3["rope_scaling"]
 @pytest.mark.parametrize(
   ("hf", "changes", "message"),
   [
-    (QWEN3_30B, {"model_type": "mixtral"}, "model_type: expected one of .*got 'mixtral'"),
+    (QWEN3_30B, {"model_type": "qwen4_moe"}, "one of .*olmoe.*nearest: qwen3_moe.*got 'qwen4_moe'"),
+    (QWEN3_30B, {"model_type": 3}, "model_type: expected one of .*got 3"),
     (QWEN3_30B, {"hidden_act": "gelu"}, "hidden_act: expected one of .*got 'gelu'"),
     (QWEN3_30B, {"use_sliding_window": True}, "use_sliding_window: .*got True"),
     (QWEN3_30B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected"),

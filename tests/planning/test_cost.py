@@ -1,6 +1,7 @@
 """What the planner weighs: seconds on described devices as rows, and whether a plan can gain."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def test_a_copy_is_what_is_exposed_of_it_and_a_slot():
   slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
   assert cost.plan.copy_rows == round((sent + slot) / row) and 2300 < cost.plan.copy_rows < 2500
   assert cost.plan.capacity_rows == 1000
-  assert cost.fixed_rows == round(16 * 9e-6 / row)
+  assert cost.fixed_rows == round(142e-6 / row)
 
 
 def test_narrow_experts_take_longer_a_row():
@@ -164,7 +165,7 @@ def test_a_layer_that_cannot_gain_plans_nothing():
   few = uep.BalanceConfig(device=H200, capacity_factor=4.0)
   text, stats = run_layer(few, tokens=8)
   balanced, other = run_layer(dataclasses.replace(few, objective="balance"), tokens=8)
-  assert "name=_plan\n" not in text and "name=_plan\n" in balanced
+  assert not re.search(r"name=_plan\s", text) and re.search(r"name=_plan\s", balanced)
   assert int(stats.replicas[0]) == 0 < int(other.replicas[0])
   np.testing.assert_array_equal(stats.load_after_G[0], [64, 0, 0, 0])
   assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, other)

@@ -54,7 +54,7 @@ def test_help(name, capsys):
     cli.main([name, "--help"])
   assert end.value.code == 0
   text = capsys.readouterr().out
-  assert text.startswith(f"usage: python -m ultraep_jax {name}")
+  assert text.startswith(f"usage: ultraep {name}")
   module = importlib.import_module(f"ultraep_jax.commands.{name}")
   for line in (module.__doc__ or "").splitlines():
     assert line in text
@@ -76,7 +76,7 @@ def test_list_of_commands(capsys):
 def test_wrong_command_lines_end_with_2(wrong, capsys):
   with pytest.raises(SystemExit, match="2"):
     cli.main(wrong)
-  assert "usage: python -m ultraep_jax" in capsys.readouterr().err
+  assert "usage: ultraep" in capsys.readouterr().err
 
 
 def test_interrupt_ends_with_130(monkeypatch):
@@ -138,7 +138,7 @@ def test_bench_lists_and_passes_arguments_on(capsys):
     with pytest.raises(SystemExit, match="0"):
       cli.main(["bench", name, "--help"])
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: python -m ultraep_jax bench {name}") and "--" in out
+    assert out.startswith(f"usage: ultraep bench {name}") and "--" in out
   assert sys.argv == before
   for name in ("speed", "timing"):
     status, _, err = run(capsys, "bench", name)

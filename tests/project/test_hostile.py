@@ -210,13 +210,13 @@ def test_an_endless_file_is_not_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "NaN", "true", '"1e-3"', "[]", "1e-300"])
-def test_calibrations_with_other_numbers(value, tmp_path, capsys):
-  built_in = ROOT / "ultraep_jax/simulate/calibrations/h200.json"
-  path = tmp_path / "calibration.json"
+def test_descriptions_with_other_numbers(value, tmp_path, capsys):
+  built_in = ROOT / "ultraep_jax/devices/h200.json"
+  path = tmp_path / "device.json"
   text = re.sub(r'("copy_rate": {\s*"value": )[^,]+', rf"\g<1>{value}", built_in.read_text())
   assert text != built_in.read_text()
   path.write_text(text)
-  line = [*CHEAP["simulate"].split(), f"--calibration={path}"]
+  line = [*CHEAP["simulate"].split(), f"--device={path}"]
   status, said = run(capsys, line)
   assert status == 1 and "copy_rate: expected a" in said
 

@@ -30,11 +30,12 @@ ultraep_jax/sharded
 ultraep_jax/moe
 ultraep_jax/compute ultraep_jax/simulate ultraep_jax/viewer
 ultraep_jax/stats ultraep_jax/strategies ultraep_jax/trace ultraep_jax/transport
+ultraep_jax/advice
 ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
 ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
-ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed
+ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
-ultraep_jax/files
+ultraep_jax/files ultraep_jax/tables
 pallas_kernels/__init__
 pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing

@@ -15,7 +15,7 @@ from ultraep_jax import cli
 from ultraep_jax import simulate as sim
 from ultraep_jax.trace.reader import read
 
-MODEL, RATES = sim.MODELS["Qwen3-235B"], sim.load_calibration("h200")
+MODEL, RATES = sim.MODELS["Qwen3-235B"], uep.Device.load("h200")
 
 
 def record_layers(path, config: uep.BalanceConfig, steps: int = 3) -> uep.trace.Trace:

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
   report = paper.run(effort, progress=functools.partial(progress, what="paper", unit="case"))
   points = _scaling(args.quick)
   checks = validation.points()
-  bubbles = paper.bubble_range(report.calibration)
+  bubbles = paper.bubble_range(report.device)
   result = {
     "report": report,
     "scaling": points,
@@ -80,7 +80,7 @@ def _tables(
   checks: list[validation.Point],
   bubbles: dict[str, tuple[float, float]],
 ) -> list[str]:
-  texts = [constants(report.calibration)]
+  texts = [constants(report.device)]
   rows = [
     [
       row.case,

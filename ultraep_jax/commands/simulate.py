@@ -1,6 +1,6 @@
 """Predict imbalance and throughput of strategies for a model, its routing and a machine.
 
-simulate --model DeepSeek-V3 --cluster gb200 --traffic drifting      generated loads
+simulate --model DeepSeek-V3 --device gb200 --traffic drifting       generated loads
 simulate --trace runs/trace --strategies none eplb quota             a recorded run's
 simulate --loads recorded.npy --ranks 64                             or [step, layer, G, E]
 
@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ultraep_jax.devices.device import Device
 from ultraep_jax.files import check_output, read_array, write_text
 from ultraep_jax.simulate.balancers import NAMES
-from ultraep_jax.simulate.calibration import for_cluster, load_calibration
-from ultraep_jax.simulate.clusters import CLUSTERS
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.replay import replay, tokens_of, trace_setting
@@ -38,14 +37,14 @@ _PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's options."""
   parser.add_argument("--model", default="Qwen3-235B", choices=sorted(MODELS))
-  parser.add_argument("--cluster", default="gb200", choices=sorted(CLUSTERS))
   parser.add_argument(
-    "--calibration", help="constants: a name or a JSON file (default: the cluster's)"
+    "--device", default="gb200", help="its description, by name or file (%(default)s)"
   )
+  parser.add_argument("--portable", action="store_true", help="the layer in plain JAX")
   parser.add_argument(
     "--ranks", type=int, help="ranks of an expert group (default: as many as fit a domain)"
   )
-  parser.add_argument("--domain", type=int, help="ranks with fast links (default: the cluster's)")
+  parser.add_argument("--domain", type=int, help="ranks with fast links (default: the device's)")
   parser.add_argument("--tokens", type=int, help="tokens of a rank in a microbatch (8192)")
   parser.add_argument("--slots", type=int, help="replica slots of a rank (2)")
   parser.add_argument("--prefill", action="store_true", help="forward pass alone")
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
   except (ValueError, TypeError, OSError) as error:
     raise CommandError(str(error)) from None
   result = [_summary(name, runs) for name in runs[0]]
-  data = to_json({"calibration": setting.calibration, "strategies": result})
+  data = to_json({"device": setting.device, "strategies": result})
   if args.json:
     print(json.dumps(data, indent=1))
   else:
@@ -94,10 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None) -> Setting:
-  model, cluster = MODELS[args.model], CLUSTERS[args.cluster]
-  calibration = (
-    for_cluster(cluster) if args.calibration is None else load_calibration(args.calibration)
-  )
+  model, device = MODELS[args.model], Device.load(args.device).running(kernels=not args.portable)
   given = {
     "num_ranks": args.ranks,
     "domain_size": args.domain,
@@ -108,15 +104,15 @@ def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | 
   }
   given = {name: value for name, value in given.items() if value is not None}
   if trace is not None:
-    return trace_setting(trace, model, calibration, **given)
-  ranks = args.ranks
+    return trace_setting(trace, model, device, **given)
+  ranks, domain = args.ranks, int(device["domain_size"])
   if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
-    ranks = max(r for r in range(1, cluster.domain_size + 1) if model.num_experts % r == 0)
-  sizes = {"num_ranks": ranks, "domain_size": min(cluster.domain_size, ranks), **given}
+    ranks = max(r for r in range(1, domain + 1) if model.num_experts % r == 0)
+  sizes = {"num_ranks": ranks, "domain_size": min(domain, ranks), **given}
   if loads is not None and "tokens" not in sizes and loads.dtype.kind in "iu":
     per_rank = loads.sum(axis=-1) / (1 if loads.ndim == 4 else ranks)
     sizes["tokens"] = tokens_of(per_rank, model.top_k)
-  return Setting(model=model, calibration=calibration, **sizes)
+  return Setting(model=model, device=device, **sizes)
 
 
 def _traffic(args: argparse.Namespace) -> Traffic:
@@ -215,4 +211,4 @@ def _text(args: argparse.Namespace, setting: Setting, result: list[dict]) -> str
     ]
     for row in result
   ]
-  return f"{title}\n\n{table(header, rows)}\n\n{constants(setting.calibration)}"
+  return f"{title}\n\n{table(header, rows)}\n\n{constants(setting.device)}"

@@ -44,6 +44,7 @@ class ExpertOutput(NamedTuple):
   copies: ExpertWeights
 
 
+@jax.named_scope("uep.experts")
 def expert_forward(
   rows_CD: Array,
   home: ExpertWeights,
@@ -164,6 +165,7 @@ class ExpertGrads(NamedTuple):
   copies: ExpertWeights
 
 
+@jax.named_scope("uep.experts")
 def expert_backward(
   grad_CD: Array,
   gate_C: Array,

@@ -79,6 +79,12 @@ class Checkpoint:
       return f"{fp8.scales_name(name)}: expected {formats} of shape {expected}, got {got}"
     return None
 
+  @property
+  def names(self) -> list[str]:
+    """Of the tensors, without those that hold factors of others."""
+    factors = {fp8.scales_name(name) for name, tensor in self.tensors.items() if tensor.is_fp8}
+    return [name for name in self.tensors if name not in factors]
+
   def parts(self, name: str) -> tuple[str, ...]:
     """The tensors that reading one needs: itself, and its factors if it is FP8."""
     is_fp8 = name in self.tensors and self.tensors[name].is_fp8
@@ -114,7 +120,8 @@ class Checkpoint:
 
     Args:
       out: of the shape of the slice, with any strides: a transposed view transposes.
-      name, index: as for `read`.
+      name: as for `read`.
+      index: likewise.
 
     Raises:
       ValueError, OSError: as for `read`.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.models import attention, cudnn, mixers
-from ultraep_jax.models.config import GroupedQuery, ModelConfig
+from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.mixers import Cache, rms_norm
 from ultraep_jax.models.params import AXIS, mixer_specs
 from ultraep_jax.models.rotary import cosines_and_sines
@@ -61,6 +61,15 @@ class Attention(NamedTuple):
   block: int
 
 
+class Layer(NamedTuple):
+  """What is fixed of a layer."""
+
+  config: ModelConfig
+  index: int  # of any layer of its kind
+  balance: BalanceConfig
+  how: Attention
+
+
 def start(
   embed_VD: Array, batch: PackedBatch, config: ModelConfig, dtype: DTypeLike
 ) -> tuple[Carry, Context]:
@@ -70,8 +79,10 @@ def start(
     valid_BT = batch.segment_BT > 0
     x_BTD = embed_VD[jnp.where(valid_BT, batch.token_BT, 0)].astype(dtype)
     turn = cosines_and_sines(config.rotary, jnp.where(valid_BT, batch.position_BT, 0))
-    shape = (len(config.is_moe), *batch.token_BT.shape)
-    cache = mixers.empty_cache(config.attention, shape, dtype)
+    cache = {
+      name: jnp.zeros((len(layers), *batch.token_BT.shape, *sizes), dtype)
+      for name, (sizes, layers) in _cache_shapes(config).items()
+    }
     return x_BTD, cache, Context(batch.segment_BT, valid_BT, spans_of(batch), turn)
 
   rows = P(row_axes())
@@ -81,42 +92,47 @@ def start(
   return Carry(x_BTD, cache), context
 
 
-def moe_layer(
-  context: Context,
-  carry: Carry,
-  layer: tuple[Array, Params],
-  *,
-  config: ModelConfig,
-  balance: BalanceConfig,
-  how: Attention,
-) -> tuple[Carry, Measured]:
-  """Attention and a mixture of experts, each on the normed residual stream."""
-  carry, normed_BTD, params = _mix(context, carry, layer, config, how)
-  y_BTD, _, measured = measured_block(
-    {name: value for name, value in params.items() if name != "selection_bias"},
-    normed_BTD,
-    context.valid_BT,
-    params.get("selection_bias"),
-    _block(config, balance),
-  )
-  return carry._replace(x_BTD=carry.x_BTD + y_BTD), measured
+def places(config: ModelConfig, layers: Sequence[int]) -> Array:
+  """Where the cache of each layer lies among those of its kind: ``[layers]`` int32."""
+  found = []
+  for layer in layers:
+    name = next(iter(mixers.cache_shapes(config.mixer(layer))))
+    found.append(_cache_shapes(config)[name][1].index(layer))
+  return jnp.asarray(found, jnp.int32)
 
 
-def dense_layer(
+def step(
   context: Context,
   carry: Carry,
-  layer: tuple[Array, Params],
+  layers: tuple[tuple[Array, Params], ...],
   *,
-  config: ModelConfig,
-  balance: BalanceConfig,
-  how: Attention,
-) -> tuple[Carry, None]:
-  """Attention and an MLP; nothing to balance."""
-  del balance
-  carry, normed_BTD, params = _mix(context, carry, layer, config, how)
-  rows = P(row_axes())
-  y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
-  return carry._replace(x_BTD=carry.x_BTD + y_BTD), None
+  kinds: tuple[Layer, ...],
+) -> tuple[Carry, tuple[Measured, ...]]:
+  """One layer of each kind, with what those that are mixtures measured.
+
+  Args:
+    context: of the batch.
+    carry: of the layers before.
+    layers: of each kind, the place of the layer's cache and its parameters.
+    kinds: what is fixed of them.
+  """
+  measured = []
+  for kind, (place, params) in zip(kinds, layers, strict=True):
+    carry, normed_BTD, params = _mix(context, carry, place, params, kind)
+    if kind.config.is_moe[kind.index]:
+      y_BTD, _, of_layer = measured_block(
+        {name: value for name, value in params.items() if name != "selection_bias"},
+        normed_BTD,
+        context.valid_BT,
+        params.get("selection_bias"),
+        _block(kind),
+      )
+      measured.append(of_layer)
+    else:
+      rows = P(row_axes())
+      y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
+    carry = carry._replace(x_BTD=carry.x_BTD + y_BTD)
+  return carry, tuple(measured)
 
 
 def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps: float) -> Array:
@@ -136,63 +152,67 @@ def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps
 
 
 def _mix(
-  context: Context, carry: Carry, layer: tuple[Array, Params], config: ModelConfig, how: Attention
+  context: Context, carry: Carry, place: Array, params: Params, kind: Layer
 ) -> tuple[Carry, Array, Params]:
   """Attention; also the normed hidden states for the rest of the layer, and its parameters."""
-  index, params = layer
-  mix = functools.partial(_mix_rows, config=config, how=how)
-  own = {*mixer_specs(config), "mlp_norm"}
+  mixer = kind.config.mixer(kind.index)
+  own = {*mixer_specs(mixer, kind.config.embed_dim), "mlp_norm"}
+  names = mixers.cache_shapes(mixer)
   rows = P(row_axes())
   x_BTD, normed_BTD, cache = by_rows(
-    mix,
-    index,
+    functools.partial(_mix_rows, kind=kind),
+    place,
     {name: params[name] for name in own},
     carry.x_BTD,
     context,
-    carry.cache,
+    {name: carry.cache[name] for name in names},
     specs=(P(), P(), rows, rows, _of_cache()),
     out_specs=(rows, rows, _of_cache()),
   )
   rest = {name: value for name, value in params.items() if name not in own}
-  return Carry(x_BTD, cache), normed_BTD, rest
+  return Carry(x_BTD, {**carry.cache, **cache}), normed_BTD, rest
 
 
 def _mix_rows(
-  index: Array,
-  params: Params,
-  x_BTD: Array,
-  context: Context,
-  cache: Cache,
-  *,
-  config: ModelConfig,
-  how: Attention,
+  place: Array, params: Params, x_BTD: Array, context: Context, cache: Cache, *, kind: Layer
 ) -> tuple[Array, Array, Cache]:
   """``_mix`` on the rows of one device."""
-  mixer = mixers.grouped_query if isinstance(config.attention, GroupedQuery) else mixers.latent
+  config = kind.config
 
   def normed(x_BTD: Array, name: str) -> Array:
     """Selects here, not in what attention returns: it costs nothing as a part of the norm."""
     normed_BTD = rms_norm(x_BTD, params[name], config.norm_eps)
     return jnp.where(context.valid_BT[..., None], normed_BTD, jnp.zeros((), x_BTD.dtype))
 
-  attend = functools.partial(_attend, context, how)
-  y_BTD, new = mixer(params, normed(x_BTD, "attention_norm"), context.turn, config, attend)
+  attend = functools.partial(_attend, context, kind.how)
+  shared = mixers.Shared(context.turn, config.rotary, config.norm_eps, attend)
+  mixer = config.mixer(kind.index)
+  y_BTD, new = mixers.mix(mixer, params, normed(x_BTD, "attention_norm"), shared)
   x_BTD += y_BTD
   cache = {
-    name: lax.dynamic_update_index_in_dim(cache[name], value, index, axis=0)
+    name: lax.dynamic_update_index_in_dim(cache[name], value, place, axis=0)
     for name, value in new.items()
   }
   return x_BTD, normed(x_BTD, "mlp_norm"), cache
 
 
 def _attend(
-  context: Context, how: Attention, query: Array, key: Array, value: Array, *, scale: float
+  context: Context,
+  how: Attention,
+  query: Array,
+  key: Array,
+  value: Array,
+  *,
+  scale: float,
+  window: int | None = None,
 ) -> Array:
   def by_blocks() -> Array:
-    return attention.attend(query, key, value, context.segment_BT, scale=scale, block=how.block)
+    return attention.attend(
+      query, key, value, context.segment_BT, scale=scale, block=how.block, window=window
+    )
 
   candidates = {
-    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, scale=scale),
+    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, scale=scale, window=window),
     "portable": by_blocks,
   }
   return first_that_can(how.implementations, candidates)
@@ -223,10 +243,19 @@ def check_batch(batch: PackedBatch, block: int) -> None:
     )
 
 
-def _block(config: ModelConfig, balance: BalanceConfig) -> Block:
+def _cache_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], list[int]]]:
+  """Of each array of the cache the sizes for one token, and the layers that have it."""
+  found: dict[str, tuple[tuple[int, ...], list[int]]] = {}
+  for layer in range(config.num_layers):
+    for name, sizes in mixers.cache_shapes(config.mixer(layer)).items():
+      found.setdefault(name, (sizes, []))[1].append(layer)
+  return found
+
+
+def _block(kind: Layer) -> Block:
   return Block(
-    gating=config.gating,
-    config=balance,
+    gating=kind.config.gating,
+    config=kind.balance,
     activation=jax.nn.silu,
     dtype=None,
     axis_name=AXIS,

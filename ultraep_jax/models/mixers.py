@@ -4,14 +4,13 @@ Both kinds return what decoding needs of every token as a dict of arrays ``[B, T
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from ultraep_jax.models.config import GroupedQuery, Latent, ModelConfig
-from ultraep_jax.models.rotary import rotate
+from ultraep_jax.models.parts import GroupedQuery, Latent, Mixer
+from ultraep_jax.models.rotary import Rotary, rotate
 from ultraep_jax.types import Array
 
 Params = Mapping[str, Array]
@@ -22,7 +21,25 @@ Turn = tuple[Array, Array]
 class Attend(Protocol):
   """Causal attention inside the requests of a batch; see ``attention.attend``."""
 
-  def __call__(self, query: Array, key: Array, value: Array, /, *, scale: float) -> Array: ...
+  def __call__(
+    self, query: Array, key: Array, value: Array, /, *, scale: float, window: int | None = None
+  ) -> Array: ...
+
+
+class Shared(NamedTuple):
+  """What the mixers of all layers share.
+
+  Attributes:
+    turn: cosines and sines of the tokens' positions.
+    rotary: which channels turn.
+    norm_eps: added to the mean square in norms.
+    attend: computes attention.
+  """
+
+  turn: Turn
+  rotary: Rotary
+  norm_eps: float
+  attend: Attend
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -33,62 +50,64 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
   return normed * jnp.expand_dims(scale.astype(x.dtype), range(x.ndim - 1))
 
 
-def empty_cache(
-  attention: GroupedQuery | Latent, shape: tuple[int, ...], dtype: DTypeLike
-) -> Cache:
-  """Zeros for tokens of ``shape``, ``[layers, B, T]``."""
-  if isinstance(attention, GroupedQuery):
-    heads = (attention.num_key_heads, attention.head_dim)
-    sizes = {"key": heads, "value": heads}
-  else:
-    sizes = {"latent": (attention.latent_rank,), "rotary_key": (attention.rope_dim,)}
-  return {name: jnp.zeros((*shape, *size), dtype) for name, size in sizes.items()}
+def cache_shapes(mixer: Mixer) -> dict[str, tuple[int, ...]]:
+  """What decoding needs of each token, by name."""
+  if isinstance(mixer, GroupedQuery):
+    heads = (mixer.num_key_heads, mixer.head_dim)
+    return {"key": heads, "value": heads}
+  return {"latent": (mixer.latent_rank,), "rotary_key": (mixer.rope_dim,)}
 
 
-def grouped_query(
-  params: Params, x_BTD: Array, turn: Turn, config: ModelConfig, attend: Attend
+def mix(mixer: Mixer, params: Params, x_BTD: Array, shared: Shared) -> tuple[Array, Cache]:
+  """Returns ``[B, T, D]`` and the cache."""
+  if isinstance(mixer, GroupedQuery):
+    return _grouped_query(mixer, params, x_BTD, shared)
+  return _latent(mixer, params, x_BTD, shared)
+
+
+def _grouped_query(
+  mixer: GroupedQuery, params: Params, x_BTD: Array, shared: Shared
 ) -> tuple[Array, Cache]:
-  """Returns ``[B, T, D]`` and ``key`` and ``value``, ``[B, T, N, C]``, keys as they are used."""
-  attention, rotary = config.attention, config.rotary
-  assert isinstance(attention, GroupedQuery)
+  """The cache: ``key`` and ``value``, ``[B, T, N, C]``, keys as they are used."""
 
-  def by_head(name: str) -> Array:
+  def heads(name: str) -> Array:
     y_BTX = project(params, name, x_BTD)
-    return y_BTX.reshape(*y_BTX.shape[:2], -1, attention.head_dim)
+    norm = params.get(f"{name}_norm")
+    if norm is not None and mixer.qk_norm == "all":
+      y_BTX = rms_norm(y_BTX, norm, shared.norm_eps)
+    y_BTHC = y_BTX.reshape(*y_BTX.shape[:2], -1, mixer.head_dim)
+    if norm is not None and mixer.qk_norm == "head":
+      y_BTHC = rms_norm(y_BTHC, norm, shared.norm_eps)
+    return y_BTHC
 
-  query, key, value = by_head("query"), by_head("key"), by_head("value")
-  if attention.qk_norm:
-    query = rms_norm(query, params["query_norm"], config.norm_eps)
-    key = rms_norm(key, params["key_norm"], config.norm_eps)
-  query, key = rotate(query, turn, rotary), rotate(key, turn, rotary)
-  mixed = attend(query, key, value, scale=attention.scale)
+  query, key = (rotate(heads(name), shared.turn, shared.rotary) for name in ("query", "key"))
+  value = heads("value")
+  mixed = shared.attend(query, key, value, scale=mixer.scale, window=mixer.window)
   y_BTD = project(params, "out", mixed.reshape(*mixed.shape[:2], -1))
   return y_BTD, {"key": key, "value": value}
 
 
-def latent(
-  params: Params, x_BTD: Array, turn: Turn, config: ModelConfig, attend: Attend
-) -> tuple[Array, Cache]:
-  """Returns ``[B, T, D]``, the normed ``latent`` ``[B, T, R]`` and ``rotary_key`` ``[B, T, C]``."""
-  attention, rotary = config.attention, config.rotary
-  assert isinstance(attention, Latent)
-  eps, nope_dim = attention.latent_norm_eps, attention.nope_dim
-  shape = (*x_BTD.shape[:2], attention.num_heads)
-  hidden = x_BTD
-  if attention.query_rank is not None:
-    hidden = rms_norm(project(params, "query_latent", x_BTD), params["query_norm"], eps)
-  query = project(params, "query", hidden).reshape(*shape, -1)
-  still, turned = query[..., :nope_dim], rotate(query[..., nope_dim:], turn, rotary)
+def _latent(mixer: Latent, params: Params, x_BTD: Array, shared: Shared) -> tuple[Array, Cache]:
+  """The cache: the normed ``latent`` ``[B, T, R]`` and ``rotary_key`` ``[B, T, C]``."""
+  eps, nope_dim = mixer.latent_norm_eps, mixer.nope_dim
+  shape = (*x_BTD.shape[:2], mixer.num_heads)
+  if mixer.query_rank is None:
+    query = project(params, "query", x_BTD)
+  else:
+    low = rms_norm(project(params, "query_latent", x_BTD), params["query_norm"], eps)
+    query = project(params, "query_up", low)
+  query = query.reshape(*shape, -1)
+  still, turned = query[..., :nope_dim], rotate(query[..., nope_dim:], shared.turn, shared.rotary)
   query = jnp.concatenate([still, turned], axis=-1)
 
   both = project(params, "latent", x_BTD)
-  latent_BTR = rms_norm(both[..., : attention.latent_rank], params["latent_norm"], eps)
-  rotary_key = rotate(both[..., None, attention.latent_rank :], turn, rotary)
+  latent_BTR = rms_norm(both[..., : mixer.latent_rank], params["latent_norm"], eps)
+  rotary_key = rotate(both[..., None, mixer.latent_rank :], shared.turn, shared.rotary)
   key_value = project(params, "key_value", latent_BTR).reshape(*shape, -1)
-  shared = jnp.broadcast_to(rotary_key, (*shape, attention.rope_dim))
-  key = jnp.concatenate([key_value[..., :nope_dim], shared], axis=-1)
+  spread = jnp.broadcast_to(rotary_key, (*shape, mixer.rope_dim))
+  key = jnp.concatenate([key_value[..., :nope_dim], spread], axis=-1)
 
-  mixed = attend(query, key, key_value[..., nope_dim:], scale=attention.scale)
+  mixed = shared.attend(query, key, key_value[..., nope_dim:], scale=mixer.scale)
   y_BTD = project(params, "out", mixed.reshape(*shape[:2], -1))
   return y_BTD, {"latent": latent_BTR, "rotary_key": rotary_key[:, :, 0]}
 

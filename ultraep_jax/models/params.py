@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from ultraep_jax.block import param_axes, param_shapes
 from ultraep_jax.mesh import is_explicit
-from ultraep_jax.models.config import GroupedQuery, Latent, ModelConfig
+from ultraep_jax.models.config import ModelConfig
+from ultraep_jax.models.parts import GroupedQuery, Latent, Mixer
 from ultraep_jax.types import Array
 
 AXIS = "expert"  # of the mesh, over which experts lie
@@ -41,9 +42,9 @@ class Spec(NamedTuple):
 
 
 def param_specs(config: ModelConfig) -> dict[Path, Spec]:
-  """Every parameter of a model, by its path: ``(name,)`` or ``("stacks", run, name)``.
+  """Every parameter of a model, by its path: ``(name,)`` or ``("stacks", stack, name)``.
 
-  The parameters of a run of layers of one kind lie in one array, layers first.
+  The parameters of a stack of layers of one kind lie in one array, layers first.
   """
   specs: dict[Path, Spec] = {
     ("embed",): _plain((config.vocab_size, config.embed_dim)),
@@ -51,25 +52,26 @@ def param_specs(config: ModelConfig) -> dict[Path, Spec]:
   }
   if not config.tied_embeddings:
     specs["head",] = _plain((config.embed_dim, config.vocab_size))
-  for run, layers in enumerate(config.runs):
-    for name, spec in layer_specs(config, config.is_moe[layers[0]]).items():
+  for stack, layers in enumerate(config.stacks):
+    for name, spec in layer_specs(config, layers[0]).items():
       stacked = spec._replace(shape=(len(layers), *spec.shape), axes=(None, *spec.axes))
-      specs["stacks", run, name] = stacked
+      specs["stacks", stack, name] = stacked
   return specs
 
 
-def layer_specs(config: ModelConfig, is_moe: bool) -> dict[str, Spec]:
-  """The parameters of one layer by name. Those of experts are named as in ``nnx.MoE``."""
+def layer_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
+  """The parameters of a layer by name. Those of experts are named as in ``nnx.MoE``."""
   norm = {"mlp_norm": _plain((config.embed_dim,), "scale")}
-  return mixer_specs(config) | norm | (_moe(config) if is_moe else _dense(config))
+  second = _moe(config) if config.is_moe[layer] else _dense(config)
+  return mixer_specs(config.mixer(layer), config.embed_dim) | norm | second
 
 
-def mixer_specs(config: ModelConfig) -> dict[str, Spec]:
+def mixer_specs(mixer: Mixer, width: int) -> dict[str, Spec]:
   """The parameters of the first half of a layer, attention."""
-  norm = {"attention_norm": _plain((config.embed_dim,), "scale")}
-  if isinstance(config.attention, GroupedQuery):
-    return norm | _grouped_query(config.attention, config.embed_dim)
-  return norm | _latent(config.attention, config.embed_dim)
+  norm = {"attention_norm": _plain((width,), "scale")}
+  if isinstance(mixer, GroupedQuery):
+    return norm | _grouped_query(mixer, width)
+  return norm | _latent(mixer, width)
 
 
 def random_param(key: Array, spec: Spec, param_dtype: DTypeLike) -> Array:
@@ -97,8 +99,10 @@ def _grouped_query(attention: GroupedQuery, width: int) -> dict[str, Spec]:
       specs[f"{name}_bias"] = _plain((size,), "bias")
   if attention.out_bias:
     specs["out_bias"] = _plain((width,), "bias")
-  if attention.qk_norm:
-    specs["query_norm"] = specs["key_norm"] = _plain((attention.head_dim,), "scale")
+  if attention.qk_norm is not None:
+    whole = attention.qk_norm == "all"
+    specs["query_norm"] = _plain((queries if whole else attention.head_dim,), "scale")
+    specs["key_norm"] = _plain((keys if whole else attention.head_dim,), "scale")
   return specs
 
 
@@ -116,7 +120,7 @@ def _latent(attention: Latent, width: int) -> dict[str, Spec]:
   else:
     specs["query_latent"] = _plain((width, attention.query_rank))
     specs["query_norm"] = _plain((attention.query_rank,), "scale")
-    specs["query"] = _plain((attention.query_rank, queries))
+    specs["query_up"] = _plain((attention.query_rank, queries))
   if attention.bias:
     specs["latent_bias"] = _plain((rank + attention.rope_dim,), "bias")
     specs["out_bias"] = _plain((width,), "bias")

@@ -5,7 +5,7 @@ Everything but the experts runs on each device for its own rows; experts lie ove
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -41,9 +41,9 @@ class MoETransformer(nnx.Module):
   """A decoder as ``ModelConfig`` describes it. Changes no state when called.
 
   Parameters: ``embed`` ``[V, D]``, ``norm`` ``[D]``, ``head`` ``[D, V]`` (unless it is the
-  embedding) and ``stacks``, one ``Stack`` for each run of layers of one kind, with names as in
-  ``params.layer_specs`` and layers as leading axis. Experts are sharded over ``"expert"``, all
-  else is on every device; routers and selection biases are float32.
+  embedding) and ``stacks``, one ``Stack`` for each of ``config.stacks``, layers of one kind, with
+  names as in ``params.layer_specs`` and layers as leading axis. Experts are sharded over
+  ``"expert"``, all else is on every device; routers and selection biases are float32.
 
   Construction and calls need the mesh in context. Construct under ``nnx.jit`` where one device
   cannot hold all experts.
@@ -111,8 +111,8 @@ class MoETransformer(nnx.Module):
     self.norm = param(specs["norm",])
     self.head = None if config.tied_embeddings else param(specs["head",])
     self.stacks = nnx.List(
-      Stack({str(path[-1]): param(s) for path, s in specs.items() if path[:2] == ("stacks", run)})
-      for run in range(len(config.runs))
+      Stack({str(path[-1]): param(s) for path, s in specs.items() if path[:2] == ("stacks", i)})
+      for i in range(len(config.stacks))
     )
     self.config = config
     self.balance = balance
@@ -148,21 +148,27 @@ class MoETransformer(nnx.Module):
     config, embed_VD = self.config, self.embed[...]
     head_DV = embed_VD.T if self.head is None else self.head[...]
     carry, context = layers.start(embed_VD, batch, config, self.dtype)
-    all_stats, first = [], 0
-    for stack, run in zip(self.stacks, config.runs, strict=True):
-      step = functools.partial(
-        layers.moe_layer if config.is_moe[run[0]] else layers.dense_layer,
-        context,
-        config=config,
-        balance=self.balance,
-        how=self.attention,
+    all_stats = []
+    for run in config.runs:
+      of_run = [config.stacks[i] for i in run]
+      kinds = tuple(
+        layers.Layer(config, stack[0], self.balance, self.attention) for stack in of_run
       )
-      index = jnp.arange(first, first + len(run), dtype=jnp.int32)
-      params = stack.arrays()
-      carry, measured = lax.scan(step, carry, (index, params))
-      first += len(run)
-      if measured is not None:
-        all_stats.append(layer_stats(measured))
+      params = [self.stacks[i].arrays() for i in run]
+      indices = [layers.places(config, stack) for stack in of_run]
+      step = functools.partial(layers.step, context, kinds=kinds)
+      carry, measured = lax.scan(step, carry, tuple(zip(indices, params, strict=True)))
+      if measured:
+        all_stats.append(layer_stats(_in_order(measured)))
     logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
     stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_stats) if all_stats else None
     return PrefillResult(logits_BRV, carry.cache, stats)
+
+
+def _in_order[T](measured: Sequence[T]) -> T:
+  """Of the mixtures of a cycle, each with the cycles along the first axis: of one after another."""
+
+  def merge(*leaves: Array) -> Array:
+    return jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:])
+
+  return measured[0] if len(measured) == 1 else jax.tree.map(merge, *measured)

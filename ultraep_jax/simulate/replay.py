@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_jax.simulate.calibration import Calibration
+from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import ModelShape
 from ultraep_jax.simulate.run import Outcome, simulate
@@ -68,15 +68,13 @@ def trace_loads(trace: Trace) -> np.ndarray:
   return trace.load_NGE.reshape(len(batches), len(kinds), *trace.load_NGE.shape[1:])
 
 
-def trace_setting(
-  trace: Trace, model: ModelShape, calibration: Calibration, **changes: Any
-) -> Setting:
+def trace_setting(trace: Trace, model: ModelShape, device: Device, **changes: Any) -> Setting:
   """The setting of recorded layers, on a model's widths.
 
   Args:
     trace: says ranks, experts, slots, domains, transfer and, through ``top_k``, tokens.
     model: says widths; the number of experts is the trace's.
-    calibration: the machine.
+    device: its description.
     **changes: fields of ``Setting``, instead.
 
   Raises:
@@ -92,7 +90,7 @@ def trace_setting(
     "relay": manifest.config.get("transfer") != "direct",
   }
   shape = dataclasses.replace(model, num_experts=manifest.num_experts)
-  return Setting(model=shape, calibration=calibration, **{**fields, **changes})
+  return Setting(model=shape, device=device, **{**fields, **changes})
 
 
 def tokens_of(per_rank: np.ndarray, top_k: int) -> int:

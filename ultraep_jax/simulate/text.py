@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ultraep_jax.simulate.calibration import Calibration
+from ultraep_jax.devices.device import Device
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -42,21 +42,25 @@ def difference(ours: float, other: float | None) -> str:
   return "–" if other is None else f"{ours - other:+.2f}"
 
 
-def constants(calibration: Calibration) -> str:
+def constants(device: Device) -> str:
   """Every constant with its kind and source."""
   rows = [
-    [name, f"{value.value:.4g} {value.unit}".strip(), value.kind, value.source]
-    for name, value in calibration.constants.items()
+    [name, f"{fact.value:.4g} {fact.unit}".strip(), fact.kind, fact.source]
+    for name, fact in device.facts.items()
   ]
-  title = f"Constants: {calibration.name} ({calibration.hardware})"
+  for each in device.matmuls:
+    title = "matmuls {} x {}".format(*each.widths)
+    rates = f"{each.forward:.4g}, {each.backward:.4g} FLOP/s"
+    rows.append([title, rates, each.kind, each.source])
+  title = f"Constants: {device.name} ({device.hardware})"
   return f"{title}\n{table(['name', 'value', 'kind', 'source'], rows)}"
 
 
 def to_json(value: object) -> object:
-  """NamedTuples as objects, calibrations as their constants; what ``json`` can write."""
-  if isinstance(value, Calibration):
-    named = {name: to_json(constant) for name, constant in value.constants.items()}
-    return {"name": value.name, "hardware": value.hardware, "constants": named}
+  """NamedTuples as objects, descriptions without tunings; what ``json`` can write."""
+  if isinstance(value, Device):
+    about = {"name": value.name, "hardware": value.hardware}
+    return about | {"facts": to_json(value.facts), "matmuls": to_json(value.matmuls)}
   if isinstance(value, tuple) and hasattr(value, "_asdict"):
     return {key: to_json(part) for key, part in value._asdict().items()}  # type: ignore
   if isinstance(value, dict):

@@ -59,8 +59,9 @@ class Check:
     return (
       f"{'passed' if self.passed else 'FAILED'} in {self.seconds:.1f} s, "
       f'"{self.implementation}" on {self.ranks} device{"s" * (self.ranks != 1)}: imbalance '
-      f"{self.imbalance_before:.2f} to {self.imbalance_after:.2f}, {self.error:.0e} from the "
-      "dense layer"
+      f"{self.imbalance_before:.2f} before, {self.imbalance_after:.2f} after; in bfloat16 at most "
+      f"{self.error:.0e} of the largest value from a dense float32 layer (up to {_TOLERANCE:.0e} "
+      "is rounding)"
     )
 
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import logging
 import operator
 import os
 import pathlib
@@ -15,13 +16,17 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
+from ultraep_jax import advice
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as form
 from ultraep_jax.trace.format import Columns, Manifest, TraceError
 from ultraep_jax.types import LayerStats
 
+_log = logging.getLogger("ultraep_jax")
 _AXES = ("layer", "microbatch", "group")
+# What the warning of a run is made from.
+_LIMITED = ("after_NG", "replica_expert_NGS", "rounds_N")
 
 # What a record keeps of the statistics. The loads before balancing follow from the load matrix.
 _FIELDS = {
@@ -55,7 +60,8 @@ class Recorder:
 
   ``record`` only keeps references; a thread fetches, compresses and writes them once
   ``flush_seconds`` have passed or ``flush_bytes`` are held. A run that is killed loses what came
-  after the last flush. A folder that has a trace is continued; a record of the same step, layer,
+  after the last flush. Once a run, a warning is logged if layers run several rounds or stay uneven
+  with all slots in use. A folder that has a trace is continued; a record of the same step, layer,
   microbatch and group replaces the earlier one when read, as after going back to a checkpoint.
 
   In a program of several processes only process 0 writes; the others' calls do nothing.
@@ -100,6 +106,7 @@ class Recorder:
     self._bytes, self._flushed = 0, time.monotonic()
     self._writes: concurrent.futures.Future[None] | None = None
     self._closed, self._active = False, jax.process_index() == 0
+    self._warned = False
     values = {
       "config": {} if config is None else _describe(config),
       "metadata": dict(metadata or {}),
@@ -242,6 +249,11 @@ class Recorder:
     if there != shape:
       raise TraceError(f"{self._folder}: expected loads of {there}, as in the trace, got {shape}")
     self._index = disk.write_chunks(self._folder, self._index, columns)
+    if not self._warned:
+      warning = advice.limits(*(columns[name] for name in _LIMITED))
+      self._warned = bool(warning)
+      if warning:
+        _log.warning("%s: %s", self._folder, warning)
 
 
 def _columns(calls: list[_Call]) -> Columns:

@@ -18,6 +18,7 @@ from ultraep_jax.transport import ring_replicate
 from ultraep_jax.types import Array
 
 
+@jax.named_scope("uep.replicate")
 def replicate[T](
   home: T,
   replica_expert_GS: Array,
@@ -64,6 +65,7 @@ def replicate[T](
   return first_that_can(implementations, candidates)
 
 
+@jax.named_scope("uep.replicate")
 def reduce_replicas[T](
   replica: T,
   home: T,
