@@ -1,6 +1,6 @@
 """MaxText's pre-training with balanced experts: its command line, and options ``balance.…``.
 
-  python examples/maxtext/train.py base.yml model_name=… ici_expert_parallelism=8 \
+  python examples/maxtext/train_balanced.py base.yml model_name=… ici_expert_parallelism=8 \
     balance.replica_slots=4 balance.target=1.02
 
 ``balance.NAME`` are fields of ``ultraep_jax.BalanceConfig``. With MaxText's own option
@@ -11,7 +11,7 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import balanced_moe
+import balanced_maxtext
 from absl import app
 from maxtext.trainers.pre_train import train
 
@@ -41,13 +41,15 @@ def balance_config(arguments: Sequence[str]) -> uep.BalanceConfig:
   return uep.BalanceConfig(**fields)
 
 
-def balanced(setup: Callable[..., tuple[Any, ...]], config: uep.BalanceConfig) -> Callable[..., Any]:
+def balanced(
+  setup: Callable[..., tuple[Any, ...]], config: uep.BalanceConfig
+) -> Callable[..., Any]:
   """``setup_train_loop`` of a model whose experts are balanced."""
 
   def balanced_setup(maxtext_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     parts = setup(maxtext_config, *args, **kwargs)
     sow = maxtext_config.record_internal_nn_metrics
-    balanced_moe.balance(parts[-1], config, sow_scalars=sow)  # the train state, last
+    balanced_maxtext.balance(parts[-1], config, sow_scalars=sow)  # the train state, last
     return parts
 
   return balanced_setup
@@ -58,7 +60,7 @@ def recording(record: Callable[..., None]) -> Callable[..., None]:
 
   def record_with_balance(metrics: dict[str, Any], intermediates: Any, config: Any) -> None:
     record(metrics, intermediates, config)
-    for name, value in balanced_moe.scalars(intermediates).items():
+    for name, value in balanced_maxtext.scalars(intermediates).items():
       metrics["scalar"][f"balance/{name}"] = value
 
   return record_with_balance

@@ -62,6 +62,7 @@ REPLACED = frozenset(
     "moe_use_direct_token_gather",
     "num_moe_emb_chunks",
     "num_moe_token_chunks",
+    "te_ep_overflow_check_every_n_steps",
     "use_custom_sort_vjp",
     "use_gather_mosaic_kernel",
     "use_gmm_v2",
@@ -103,12 +104,15 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
   ("shard_embed_moe_on_fsdp", False, "weights are gathered before the layer"),
   ("use_random_routing", False, "every rank would draw the same choices"),
 )
-# Decoders whose experts are what ``balanced_moe.activation`` says.
+# Attention of vLLM, with which MaxText multiplies experts in a kernel of its own.
+_VLLM = ("vllm_rpa", "vllm_batched_rpa")
+# Decoders whose experts are known here: gated, with the activation named first or one of their own.
 DECODERS = frozenset(
   {
     "default",
     "deepseek",
     "deepseek4",
+    "envy",
     "gemma4",
     "gpt_oss",
     "llama4",
@@ -136,6 +140,10 @@ def check(config: Any, defaults: Mapping[str, Any] | None = None) -> None:
     got = _plain(getattr(config, name, expected))
     if got != expected and not (_unset(expected) and _unset(got)):
       raise NotImplementedError(f"{name}: expected {expected!r}, got {got!r}: {reason}")
+  if config.attention in _VLLM:
+    raise NotImplementedError(
+      f"attention: expected none of {_VLLM}, got {config.attention!r}: {_OTHER_PATH}"
+    )
   decoder = _plain(config.decoder_block)
   if decoder not in DECODERS:
     raise NotImplementedError(

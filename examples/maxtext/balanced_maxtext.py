@@ -1,9 +1,9 @@
-"""MaxText's ``RoutedMoE`` on balanced experts, for MaxText 0.2.5.
+"""MaxText's ``RoutedMoE`` on balanced experts. Tested with MaxText 0.2.5.
 
   model = maxtext.utils.model_creation_utils.from_config(config, rngs=rngs)
   balance(model)
 
-Parameters, their names and shardings, the router and its losses are MaxText's. Replaced is
+Parameters with their names and shardings, the router and its losses are MaxText's. Replaced is
 ``sparse_matmul``: what happens between the router's logits and the sum of the experts.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import options
+import maxtext_options as options
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -23,11 +23,7 @@ from maxtext.utils.maxtext_utils import collect_intermediates_by_suffix
 from maxtext.utils.sharding import mesh_axes_for_dim, remove_mesh_axes_from_partition_spec
 
 import ultraep_jax as uep
-
-try:
-  from ultraep_jax import activations
-except ImportError:
-  activations = None
+from ultraep_jax import activations
 
 Array = jax.Array
 SCALARS = "balance_scalars"  # the name of what a layer sows
@@ -59,47 +55,38 @@ class BalancedRoutedMoE(moe.RoutedMoE):
     inputs: Array,
     gate_logits: Array,
     pre_bias_logits: Array | None,
-    w0_kernel: Array,
-    w1_kernel: Array,
-    wo_kernel: Array,
-    w0_bias: Array | None,
-    w1_bias: Array | None,
-    wo_bias: Array | None,
+    *kernels: Array | None,
     input_ids: Array | None = None,
     forced_routed_experts: Array | None = None,
   ) -> tuple[Array, Array | None, Array | None]:
-    """Of tokens ``[B, L, D]``: the output, the balance loss and the update of the router's bias."""
-    ranks = mesh_axes_for_dim(self._expert_parallelism_name)
-    by_token = self._logical_to_mesh_axes(("activation_batch", "activation_norm_length", None))
-    by_inner = self._logical_to_mesh_axes(("exp", None, "mlp_no_fsdp"))
-    by_inner = remove_mesh_axes_from_partition_spec(by_inner, ("fsdp",))
-    inner = mesh_axes_for_dim(by_inner[2])
+    """Of tokens ``[B, L, D]``: the output, the balance loss and the update of the router's bias.
+
+    ``kernels`` are those of gate, up and down, then their biases, in the compute dtype.
+    """
     if inputs.shape[0] == 1 or self.get_expert_parallelism_size() == 1:  # nothing to balance
       return super().sparse_matmul(
         inputs,
         gate_logits,
         pre_bias_logits,
-        w0_kernel,
-        w1_kernel,
-        wo_kernel,
-        w0_bias,
-        w1_bias,
-        wo_bias,
+        *kernels,
         input_ids=input_ids,
         forced_routed_experts=forced_routed_experts,
       )
-
-    groups = self._check_axes(ranks, by_token, by_inner)
-    # Each position on `inner` has a slice of the experts' inner width, and a term of every output.
-    scatters = mesh_axes_for_dim(self._logical_to_mesh_axes(("activation_embed",))[0]) == inner
+    weights = uep.ExpertWeights(*kernels)  # pyright: ignore[reportArgumentType]
+    ranks = mesh_axes_for_dim(self._expert_parallelism_name)
+    by_token = self._logical_to_mesh_axes(("activation_batch", "activation_norm_length"))
+    into = self._logical_to_mesh_axes(("exp", None, "mlp_no_fsdp"))
+    by_weight = _specs(remove_mesh_axes_from_partition_spec(into, ("fsdp",)), weights)
+    groups, inner = self._check_axes(ranks, by_token, by_weight.wi_gate)
+    # Each position on the axes `inner` has a slice of the inner width, and a term of every output.
+    by_width = self._logical_to_mesh_axes(("activation_embed",))[0]
+    scatter = bool(inner) and mesh_axes_for_dim(by_width) == inner
 
     def on_device(
-      tokens: tuple[Array | None, ...], weights: uep.ExpertWeights
+      tokens: tuple[Array, ...], weights: uep.ExpertWeights
     ) -> tuple[Array, Array, Array | None, Array | None]:
-      x_BLD, *routing = tokens
-      assert x_BLD is not None
-      x_TD, index_BLK, gate_TK = self._choose(x_BLD, *routing)
-      if inner and getattr(weights, "wo_bias", None) is not None:  # a term of one position
+      x_TD, index_BLK, gate_TK = self._choose(*tokens)
+      if inner and weights.wo_bias is not None:  # a term of the first position alone
         first = lax.axis_index(inner) == 0
         weights = weights._replace(wo_bias=jnp.where(first, weights.wo_bias, 0))
       y_TD, stats = uep.moe(
@@ -109,37 +96,33 @@ class BalancedRoutedMoE(moe.RoutedMoE):
         weights,
         config=self.balance,
         axis_name=ranks[0] if len(ranks) == 1 else ranks,
-        activation=activation(self),
+        activation=_activation(self),
       )
-      if inner and scatters:
+      if scatter:
         y_TD = lax.psum_scatter(y_TD, inner, scatter_dimension=1, tiled=True)
       elif inner:
         y_TD = lax.psum(y_TD, inner)
-      counts = scalars = None
+      counts_E = scalars = None
       if self.should_update_load_balance():
-        counts = moe.calculate_expert_counts(index_BLK, self.num_experts, groups + ranks)
+        counts_E = moe.calculate_expert_counts(index_BLK, self.num_experts, groups + ranks)
       if self.sow_scalars:
         values = stats.scalars()
         scalars = jnp.stack([values[name] for name in REDUCTIONS])[None]
-      return y_TD.reshape(*x_BLD.shape[:2], -1), index_BLK, counts, scalars
+      return y_TD.reshape(*index_BLK.shape[:2], -1), index_BLK, counts_E, scalars
 
-    tokens = (inputs, gate_logits, pre_bias_logits, input_ids, forced_routed_experts)
-    tokens = tuple(None if leaf is None else self._maybe_shard_with_pspec(leaf, P(*by_token[:2])) for leaf in tokens)
-    weights = uep.ExpertWeights(w0_kernel, w1_kernel, wo_kernel)
-    if w0_bias is not None:
-      weights = weights._replace(wi_gate_bias=w0_bias, wi_up_bias=w1_bias, wo_bias=wo_bias)
-    specs = _specs(weights, by_inner)
-    weights = jax.tree.map(self._maybe_shard_with_pspec, weights, specs)
-    y_BLD, index_BLK, counts, scalars = jax.shard_map(
+    tokens = inputs, gate_logits, pre_bias_logits, input_ids, forced_routed_experts
+    tokens = jax.tree.map(lambda leaf: self._maybe_shard_with_pspec(leaf, by_token), tokens)
+    weights = jax.tree.map(self._maybe_shard_with_pspec, weights, by_weight)
+    y_BLD, index_BLK, counts_E, scalars = jax.shard_map(
       on_device,
       mesh=self.mesh,
-      in_specs=(P(*by_token[:2]), specs),
-      out_specs=(P(*by_token[:2], inner if scatters else None), P(*by_token[:2]), P(), P(groups)),
+      in_specs=(by_token, by_weight),
+      out_specs=(P(*by_token, inner if scatter else None), by_token, P(), P(groups)),
       check_vma=self.config.check_vma,
     )(tokens, weights)
     if scalars is not None:
       self.sow(nnx.Intermediate, SCALARS, scalars)
-    return y_BLD, self._loss(gate_logits, pre_bias_logits, index_BLK), self._update(counts)
+    return y_BLD, self._loss(gate_logits, pre_bias_logits, index_BLK), self._update(counts_E)
 
   def _choose(
     self,
@@ -157,15 +140,13 @@ class BalancedRoutedMoE(moe.RoutedMoE):
       index_BLK = jnp.where(moe.valid_expert_mask(index_BLK, self.num_experts), index_BLK, -1)
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
     gate_TK = gate_BLK.reshape(x_TD.shape[0], -1).astype(jnp.float32)
-    if self.config.decoder_block == DecoderBlockType.LLAMA4:  # a score scales the token itself
+    if self.config.decoder_block == DecoderBlockType.LLAMA4:  # the score scales the token itself
       x_TD = (x_TD * jax.nn.sigmoid(gate_TK)).astype(x_TD.dtype)
       gate_TK = jnp.ones_like(gate_TK)
     return x_TD, index_BLK, gate_TK
 
-  def _loss(
-    self, logits_BLE: Array, pre_bias_BLE: Array | None, index_BLK: Array
-  ) -> Array | None:
-    """MaxText's loss of the whole batch, as in ``dense_matmul``."""
+  def _loss(self, logits_BLE: Array, pre_bias_BLE: Array | None, index_BLK: Array) -> Array | None:
+    """MaxText's balance loss, of the whole batch as in ``dense_matmul``."""
     if not self.config.load_balance_loss_weight or self.is_hash_routing:
       return None
     scores_BLE = logits_BLE if pre_bias_BLE is None else pre_bias_BLE
@@ -176,42 +157,31 @@ class BalancedRoutedMoE(moe.RoutedMoE):
 
   def _update(self, counts_E: Array | None) -> Array | None:
     if counts_E is None or self.config.gradient_accumulation_steps > 1:
-      return counts_E  # of microbatches, which the trainer adds up
-    return moe.load_balance_updates_from_counts(
-      counts_E, self.num_experts, self.config.routed_bias_update_rate
-    )
+      return counts_E  # of a microbatch; the trainer adds them up
+    rate = self.config.routed_bias_update_rate
+    return moe.load_balance_updates_from_counts(counts_E, self.num_experts, rate)
 
-  def _check_axes(self, ranks: tuple[str, ...], by_token: P, by_inner: P) -> tuple[str, ...]:
-    """The mesh axes of token groups, unless axes are used in a way that is not known here."""
-    token_axes = tuple(axis for dim in by_token[:2] for axis in mesh_axes_for_dim(dim))
-    of_experts, inner = mesh_axes_for_dim(by_inner[0]), mesh_axes_for_dim(by_inner[2])
+  def _check_axes(
+    self, ranks: tuple[str, ...], by_token: P, by_wi: P
+  ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes of token groups, and those that share the experts' inner width.
+
+    Raises:
+      NotImplementedError: the rules use axes in a way that is not known here.
+    """
+    of_tokens = tuple(axis for dim in by_token for axis in mesh_axes_for_dim(dim))
+    of_experts, inner = mesh_axes_for_dim(by_wi[0]), mesh_axes_for_dim(by_wi[2])
     used = tuple(axis for axis in ranks if self.mesh.shape[axis] > 1)
     if of_experts != used:
       raise NotImplementedError(
         f"logical_axis_rules: expected 'exp' on the mesh axes {used}, got {of_experts}"
       )
-    if not set(used) <= set(token_axes) or set(inner) & set(token_axes):
+    if not set(used) <= set(of_tokens) or set(inner) & set(of_tokens):
       raise NotImplementedError(
         f"logical_axis_rules: expected tokens on the experts' axes {used} and not on those of "
-        f"the inner width {inner}, got {token_axes}"
+        f"'mlp_no_fsdp', {inner}, got {of_tokens}"
       )
-    return tuple(axis for axis in token_axes if axis not in ranks)
-
-
-def activation(layer: moe.RoutedMoE) -> "activations.Activation":
-  """What is between the matrices, as in ``RoutedMoE.apply_ffn_activation``."""
-  config = layer.config
-  name, limit = config.mlp_activations[0], config.mlp_activations_limit
-  if config.decoder_block == DecoderBlockType.GPT_OSS:
-    if name != "sigmoid":
-      raise NotImplementedError(f"mlp_activations: expected 'sigmoid' first, got {name!r}")
-    return activations.clamped_swiglu(1.702, limit)
-  deepseek = config.decoder_block in (DecoderBlockType.DEEPSEEK, DecoderBlockType.DEEPSEEK4)
-  if deepseek and limit > 0:
-    if name != "silu":
-      raise NotImplementedError(f"mlp_activations: expected 'silu' first, got {name!r}")
-    return activations.clipped_swiglu(limit)
-  return layer.activation_fn
+    return tuple(axis for axis in of_tokens if axis not in ranks), inner
 
 
 def balance(
@@ -220,12 +190,12 @@ def balance(
   """Balances every ``RoutedMoE`` of a model, in place; variables stay as they are.
 
   Args:
-    model: a model of MaxText, or a train state that has one; abstract or not.
+    model: of MaxText, abstract or not, or something that holds one, such as its train state.
     config: how to balance.
-    sow_scalars: whether layers give statistics as ``nnx.Intermediate``; see ``scalars``.
+    sow_scalars: whether layers give statistics, which ``scalars`` reads.
 
   Returns:
-    how many layers of this kind there are; one that is scanned over counts once.
+    how many such layers there are; those that are scanned over count once.
 
   Raises:
     NotImplementedError: a layer is of a kind, or has an option, that cannot be balanced.
@@ -236,10 +206,11 @@ def balance(
     raise ValueError(f"model: expected one with a RoutedMoE, got {type(model).__name__}")
   for layer in layers:
     if type(layer) not in (moe.RoutedMoE, BalancedRoutedMoE):
-      raise NotImplementedError(f"layer: expected a RoutedMoE, got {type(layer).__name__}")
+      raise NotImplementedError(f"layer: expected a RoutedMoE, got a {type(layer).__name__}")
     if layer.quant is not None:
       raise NotImplementedError(f"quant: expected None, got {type(layer.quant).__name__}")
     options.check(layer.config, default_options())
+    _activation(layer)
   for layer in layers:
     layer.__class__ = BalancedRoutedMoE
     layer.balance = config or uep.BalanceConfig()
@@ -247,20 +218,14 @@ def balance(
   return len(layers)
 
 
-def default_options() -> dict[str, Any]:
-  """MaxText's options about MoE, with their defaults."""
-  sections = (getattr(types, name) for name in options.SECTIONS)
-  return {name: field.default for s in sections for name, field in s.model_fields.items()}
-
-
 def scalars(intermediates: Any) -> dict[str, Array]:
-  """What the layers of a model did, as scalars by name.
+  """What the layers of a model did, as scalars by name; empty if they gave no statistics.
 
-  Imbalances, fan-out and rounds are those of the worst layer, ``remote_fraction`` is the mean, the
-  rest are sums over layers. In a pipeline every iteration of a stage counts as a layer.
+  Imbalances and rounds are those of the worst layer, ``remote_fraction`` is the mean, the rest
+  are sums over layers. In a pipeline each iteration of a stage counts as a layer.
 
   Args:
-    intermediates: of a call of the model, as MaxText's ``loss_fn`` returns them.
+    intermediates: of a call of the model, as a dict.
   """
   leaves = collect_intermediates_by_suffix(intermediates, SCALARS)
   if not leaves:
@@ -269,10 +234,31 @@ def scalars(intermediates: Any) -> dict[str, Array]:
   return {name: reduce(values[:, i]) for i, (name, reduce) in enumerate(REDUCTIONS.items())}
 
 
-def _specs(weights: uep.ExpertWeights, by_inner: P) -> uep.ExpertWeights:
-  experts, _, inner = by_inner
-  into, bias = P(experts, None, inner), P(experts, inner)
-  specs = uep.ExpertWeights(into, into, P(experts, inner, None))  # pyright: ignore[reportArgumentType]
-  if jax.tree.leaves(weights)[3:]:
-    specs = specs._replace(wi_gate_bias=bias, wi_up_bias=bias, wo_bias=P(experts, None))
-  return specs
+def default_options() -> dict[str, Any]:
+  """MaxText's options about MoE, with their defaults."""
+  sections = [getattr(types, name) for name in options.SECTIONS]
+  return {name: field.default for s in sections for name, field in s.model_fields.items()}
+
+
+def _activation(layer: moe.RoutedMoE) -> activations.Activation:
+  """What is between the matrices, as in ``RoutedMoE.apply_ffn_activation``."""
+  config = layer.config
+  name, limit = config.mlp_activations[0], config.mlp_activations_limit
+  if config.decoder_block == DecoderBlockType.GPT_OSS:
+    expected, unit = "sigmoid", activations.clamped_swiglu(1.702, limit)
+  elif "deepseek" in config.decoder_block.value and limit > 0:
+    expected, unit = "silu", activations.clipped_swiglu(limit)
+  else:
+    return layer.activation_fn
+  if name != expected:
+    raise NotImplementedError(f"mlp_activations: expected {expected!r} first, got {name!r}")
+  return unit
+
+
+def _specs(by_wi: P, weights: uep.ExpertWeights) -> Any:
+  """How weights are divided, if the matrices in are as ``by_wi`` says."""
+  experts, _, inner = by_wi
+  specs = [by_wi, by_wi, P(experts, inner, None)]
+  if weights.wo_bias is not None:
+    specs += [P(experts, inner), P(experts, inner), P(experts, None)]
+  return uep.ExpertWeights(*specs)
