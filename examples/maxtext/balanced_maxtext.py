@@ -192,7 +192,8 @@ def balance(
   Args:
     model: of MaxText, abstract or not, or something that holds one, such as its train state.
     config: how to balance.
-    sow_scalars: whether layers give statistics, which ``scalars`` reads.
+    sow_scalars: whether layers give statistics, which ``scalars`` reads. Those of a circular
+      pipeline give none.
 
   Returns:
     how many such layers there are; those that are scanned over count once.
@@ -214,7 +215,9 @@ def balance(
   for layer in layers:
     layer.__class__ = BalancedRoutedMoE
     layer.balance = config or uep.BalanceConfig()
-    layer.sow_scalars = sow_scalars
+    # MaxText's circular pipeline takes nothing that its layers sow.
+    circular = layer.config.using_pipeline_parallelism and layer.config.num_pipeline_repeats > 1
+    layer.sow_scalars = sow_scalars and not circular
   return len(layers)
 
 

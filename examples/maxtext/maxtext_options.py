@@ -37,7 +37,6 @@ OBEYED = frozenset(
     "routed_score_func",
     "router_topk_matmul_vjp",
     "shared_experts",
-    "sparse_matmul",
     "topk_routing_group",
     "warmup_programs_in_init",
   }

@@ -3,24 +3,27 @@
 ``examples/maxtext/run_tests.sh`` makes the environment and runs this.
 """
 
+import warnings
+
 import jax
 import numpy as np
 import pytest
-
-pytest.importorskip("maxtext.layers", reason="examples/maxtext/run_tests.sh installs MaxText")
-
-import balanced_maxtext
-import maxtext_options
 from flax import nnx
-from maxtext.layers import moe
-from maxtext_runs import (
-  Layer,
-  configure,
-  differences,
-  model_gradients,
-  skewed_tokens,
-  train_steps,
-)
+
+with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+  warnings.simplefilter("ignore")  # of packages that MaxText imports
+  pytest.importorskip("maxtext.layers", reason="examples/maxtext/run_tests.sh installs MaxText")
+  import balanced_maxtext
+  import maxtext_options
+  from maxtext.layers import moe
+  from maxtext_runs import (
+    Layer,
+    configure,
+    differences,
+    model_gradients,
+    skewed_tokens,
+    train_steps,
+  )
 
 import ultraep_jax as uep
 
@@ -92,8 +95,7 @@ MESHES = {
 @pytest.mark.parametrize("mesh", MESHES)
 def test_layer_equals_maxtexts_dense_one(mesh, shard_mode):
   scalars = compare_layers(**MESHES[mesh], shard_mode=shard_mode, load_balance_loss_weight=0.01)
-  assert scalars["imbalance_before"] > 1.2
-  assert scalars["imbalance_after"] == 1
+  assert scalars["imbalance_before"] > scalars["imbalance_after"] == 1
   assert scalars["replicas"] > 0 and scalars["invalid_assignments"] == 0
 
 
@@ -164,34 +166,25 @@ def test_one_sequence_is_left_to_maxtext(monkeypatch):
 
 # --- models and the trainer ------------------------------------------------------------------
 
+STAGES = {
+  "ici_pipeline_parallelism": 2,
+  "num_pipeline_microbatches": 2,
+  "num_layers_per_pipeline_stage": 1,
+}
+
 
 @pytest.mark.parametrize(
   "options",
   [
-    pytest.param({**MESHES["fsdp"], "scan_layers": True, "remat_policy": "full"}, id="scan"),
+    pytest.param(
+      {**MESHES["fsdp"], "load_balance_loss_weight": 0.01, "remat_policy": "full"}, id="scan"
+    ),
     pytest.param({**MESHES["data"], "scan_layers": False, "remat_policy": "minimal"}, id="minimal"),
     pytest.param({**MESHES["data"], "remat_policy": "custom"}, id="custom"),
     pytest.param(
-      {
-        "ici_fsdp_parallelism": 1,
-        "ici_pipeline_parallelism": 2,
-        "ici_expert_parallelism": 4,
-        "num_pipeline_microbatches": 2,
-        "num_layers_per_pipeline_stage": 1,
-      },
-      id="stage",
+      {**EP, **STAGES, "base_num_decoder_layers": 4, "num_layers_per_pipeline_stage": 2}, id="stage"
     ),
-    pytest.param(
-      {
-        "ici_fsdp_parallelism": 1,
-        "ici_pipeline_parallelism": 2,
-        "ici_expert_parallelism": 4,
-        "num_pipeline_microbatches": 2,
-        "num_layers_per_pipeline_stage": 1,
-        "base_num_decoder_layers": 4,
-      },
-      id="stage, twice round",
-    ),
+    pytest.param({**EP, **STAGES, "base_num_decoder_layers": 4}, id="stage, twice round"),
     pytest.param(
       {**MESHES["fsdp"], **DEEPSEEK, "base_num_decoder_layers": 3, "first_num_dense_layers": 1},
       id="DeepSeek",
@@ -199,7 +192,6 @@ def test_one_sequence_is_left_to_maxtext(monkeypatch):
   ],
 )
 def test_every_gradient_of_a_model_is_that_of_maxtexts_dense_path(options):
-  options = options | {"load_balance_loss_weight": 0.01}
   expected = model_gradients(configure(**options, sparse_matmul=False), lambda model: None)
   got = model_gradients(configure(**options), lambda model: balanced_maxtext.balance(model, CONFIG))
   worst = differences(got, expected)
@@ -224,7 +216,7 @@ def test_twenty_steps_of_the_trainer_have_the_same_losses(tmp_path):
 
 def test_run_goes_on_balanced_from_a_checkpoint_of_before(tmp_path):
   options = {**MESHES["fsdp"], "enable_checkpointing": True, "async_checkpointing": False}
-  options |= {"checkpoint_period": 2}
+  options |= {"checkpoint_period": 2, "learning_rate_schedule_steps": 4}
   whole = train_steps(tmp_path, False, **options, run_name="whole", sparse_matmul=False, steps=4)
   train_steps(tmp_path, False, **options, run_name="parts", sparse_matmul=False, steps=2)
   rest = train_steps(tmp_path, True, **options, run_name="parts", steps=4)

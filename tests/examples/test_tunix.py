@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-pytest.importorskip("tunix.models", reason="examples/tunix/run_tests.sh installs tunix")
-
-import balanced_tunix
 from flax import nnx
 from jax.sharding import NamedSharding
 
 with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   warnings.simplefilter("ignore")  # of packages that tunix imports
+  pytest.importorskip("tunix.models", reason="examples/tunix/run_tests.sh installs tunix")
+  import balanced_tunix
   from tunix.models.qwen3 import model as qwen3
   from tunix.sft import peft_trainer
 

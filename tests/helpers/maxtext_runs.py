@@ -1,30 +1,25 @@
 """MaxText's layers, models and trainer in the smallest sizes, on virtual CPU devices."""
 
-import functools
 import json
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import balanced_maxtext
 import jax
 import jax.numpy as jnp
+import maxtext.configs
 import numpy as np
+import train_balanced
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
-  warnings.simplefilter("ignore")  # of packages that MaxText imports
-  import balanced_maxtext
-  import maxtext.configs
-  import train_balanced
-  from maxtext.configs import pyconfig
-  from maxtext.layers import moe
-  from maxtext.layers.initializers import nd_dense_init
-  from maxtext.trainers.pre_train import train
-  from maxtext.utils import maxtext_utils, model_creation_utils
+from maxtext.configs import pyconfig
+from maxtext.layers import moe
+from maxtext.layers.initializers import nd_dense_init
+from maxtext.trainers.pre_train import train
+from maxtext.utils import maxtext_utils, model_creation_utils
 
 BASE = str(pathlib.Path(maxtext.configs.__path__[0]) / "base.yml")
 SIZES = {
@@ -174,7 +169,9 @@ def model_gradients(config: Any, prepare: Callable[[Any], Any]) -> dict[str, np.
     @jax.jit
     def run(params: Any, rest: Any, data: Any) -> Any:
       def loss(params: Any) -> Any:
-        value, _ = train.loss_fn(nnx.merge(graphdef, params, rest), config, dict(data), None, None)
+        value, _ = train.loss_fn(
+          nnx.merge(graphdef, params, rest, copy=True), config, dict(data), None, None
+        )
         return value
 
       value, grads = jax.value_and_grad(loss)(params)
@@ -197,6 +194,3 @@ def train_steps(folder: pathlib.Path, balanced: bool, **options: Any) -> list[di
   finally:
     train.train_utils.setup_train_loop, train.record_activation_metrics = setup, record
   return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-
-unbalanced = functools.partial(lambda model: None)
