@@ -113,7 +113,7 @@ def gate(
   if bias_E is not None:
     selection_TE += jnp.broadcast_to(bias_E.astype(jnp.float32), selection_TE.shape)
   selection_TE = jax.lax.stop_gradient(selection_TE)
-  implementations = implementation_lib.resolve(implementation)
+  implementations = implementation_lib.resolve(implementation, "choose")
   if config.topk_groups < config.num_expert_groups:
     selection_TE = _keep_best_groups(selection_TE, config, implementations)
   index_TK = _best(selection_TE, config.num_experts_per_tok, implementations)

@@ -119,7 +119,7 @@ def balance(
 def pop_stats(model: nnx.Module) -> list[uep.LayerStats]:
   """Takes what layers sowed in a call out of the model; a loss function can return it."""
   state = nnx.pop(model, nnx.Intermediate).flat_state()
-  return [value for path, leaf in state if path[-1] == STATS for value in leaf[...]]
+  return [value for path, leaf in state if path[-1] == STATS for value in leaf.get_value()]
 
 
 def _on(mesh: Any, dim: str | tuple[str | None, ...] | None) -> tuple[str, ...]:

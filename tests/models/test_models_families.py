@@ -6,7 +6,7 @@ Qwen3-MoE, GLM and DeepSeek are in test_models_logits.py.
 import jax
 import numpy as np
 import pytest
-from test_models_logits import ALONE, PACKED, TIGHT, Program, mesh_of
+from checkpoint_programs import ALONE, PACKED, TIGHT, Program, mesh_of
 
 from ultraep_jax.config import BalanceConfig
 
