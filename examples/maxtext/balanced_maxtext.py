@@ -37,6 +37,8 @@ REDUCTIONS: dict[str, Callable[[Array], Array]] = {
   "remote_fraction": jnp.mean,
   "invalid_assignments": jnp.sum,
 }
+# What MaxText's ``remat_policy=custom`` can keep of its own path, and our names of the same.
+_KEPT = dict(zip(("moe_routing_maps", "moe_x_sorted", "moe_mlpwi_0"), uep.REMAT_NAMES, strict=True))
 
 
 class BalancedRoutedMoE(moe.RoutedMoE):
@@ -235,6 +237,17 @@ def scalars(intermediates: Any) -> dict[str, Array]:
     return {}
   values = jnp.concatenate([leaf.reshape(-1, len(REDUCTIONS)) for leaf in leaves])
   return {name: reduce(values[:, i]) for i, (name, reduce) in enumerate(REDUCTIONS.items())}
+
+
+def keep_named(config: Any) -> None:
+  """Has ``remat_policy=custom`` keep of balanced layers what it keeps of MaxText's own.
+
+  ``moe_routing_maps`` stands for the plan, ``moe_x_sorted`` for the tokens that arrived,
+  ``moe_mlpwi_0`` for both projections. Call it before the model is made.
+  """
+  for names in (config.tensors_on_device, config.tensors_to_offload):
+    if names is not None:
+      names += [ours for theirs, ours in _KEPT.items() if theirs in names and ours not in names]
 
 
 def default_options() -> dict[str, Any]:

@@ -47,6 +47,7 @@ def balanced(
   """``setup_train_loop`` of a model whose experts are balanced."""
 
   def balanced_setup(maxtext_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    balanced_maxtext.keep_named(maxtext_config)
     parts = setup(maxtext_config, *args, **kwargs)
     sow = maxtext_config.record_internal_nn_metrics
     balanced_maxtext.balance(parts[-1], config, sow_scalars=sow)  # the train state, last

@@ -166,6 +166,12 @@ def test_one_sequence_is_left_to_maxtext(monkeypatch):
 
 # --- models and the trainer ------------------------------------------------------------------
 
+CUSTOM = {
+  "remat_policy": "custom",
+  "moe_routing_maps": "device",
+  "moe_x_sorted": "device",
+  "moe_mlpwi_0": "device",
+}
 STAGES = {
   "ici_pipeline_parallelism": 2,
   "num_pipeline_microbatches": 2,
@@ -179,8 +185,8 @@ STAGES = {
     pytest.param(
       {**MESHES["fsdp"], "load_balance_loss_weight": 0.01, "remat_policy": "full"}, id="scan"
     ),
-    pytest.param({**MESHES["data"], "scan_layers": False, "remat_policy": "minimal"}, id="minimal"),
-    pytest.param({**MESHES["data"], "remat_policy": "custom"}, id="custom"),
+    pytest.param({**MESHES["data"], "remat_policy": "minimal"}, id="scan, another remat"),
+    pytest.param({**MESHES["data"], **CUSTOM, "scan_layers": False}, id="no scan, custom remat"),
     pytest.param(
       {**EP, **STAGES, "base_num_decoder_layers": 4, "num_layers_per_pipeline_stage": 2}, id="stage"
     ),
@@ -197,6 +203,17 @@ def test_every_gradient_of_a_model_is_that_of_maxtexts_dense_path(options):
   worst = differences(got, expected)
   print(f"largest {max(worst.values()):.1e} of {len(worst)}")
   assert max(worst.values()) < 1e-5, worst
+
+
+def test_names_are_kept_as_maxtexts_own():
+  config = configure(remat_policy="custom", moe_routing_maps="device", moe_mlpwi_0="offload")
+  plan, rows, hidden = uep.REMAT_NAMES
+  for _ in range(2):
+    balanced_maxtext.keep_named(config)
+    assert plan in config.tensors_on_device and hidden in config.tensors_to_offload
+    assert len(config.tensors_on_device) == len(set(config.tensors_on_device))
+  assert rows not in config.tensors_on_device + config.tensors_to_offload
+  balanced_maxtext.keep_named(configure())  # another policy has no such lists
 
 
 def test_twenty_steps_of_the_trainer_have_the_same_losses(tmp_path):
