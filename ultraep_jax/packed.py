@@ -40,8 +40,14 @@ class PrefillResult(NamedTuple):
     cache: pytree of arrays ``[layers, B, T, ...]``; what decoding needs of every token.
     stats: ``LayerStats`` with leading axes ``[moe layers, token groups]``; None if the model has
       no MoE layer.
+    expert_index_LBTK: ``[moe layers, B, T, K]`` int32, the experts that each token chose, −1 in
+      padding; None if the model does not tell, or has no MoE layer.
+    state: pytree of arrays ``[layers, B, R, ...]``; what decoding needs of every request, behind
+      its last token; None if the model has none.
   """
 
   logits_BRV: Array
   cache: Any
   stats: LayerStats | None
+  expert_index_LBTK: Array | None = None
+  state: Any = None

@@ -17,6 +17,9 @@ def random_loads(seed):
   rng = np.random.default_rng(seed)
   loads = [*skewed_loads(6, RANKS * HOME, 3000, seed, max_skew=3.0)]
   loads += [rng.choice([0, 1, 7, 20], RANKS * HOME, p=[0.4, 0.2, 0.2, 0.2]) for _ in range(6)]
+  loads += [rng.integers(0, 9, RANKS * HOME) * (rng.random(RANKS * HOME) < 0.5) for _ in range(12)]
+  # Of two ranks with slack none has a slot left, and the others have less than a slot's share.
+  loads += [np.pad(np.reshape([1, 13, 2, 8, 0, 1, 0, 13, 5, 8], (5, 2)), ((0, 0), (0, 2))).ravel()]
   return np.stack(loads).astype(np.int32)
 
 
