@@ -138,7 +138,7 @@ def _slots_that_help(
 ) -> tuple[int, float]:
   """The fewest slots, of doubled numbers, that reach the best; and what they reach."""
   num_ranks, num_experts = load_GE.shape
-  domain = config.domain_size or num_ranks
+  domain = config.domain_of(num_ranks)
   most = slots_that_suffice(num_experts // num_ranks * domain, domain)
   tried, reached = slots, np.inf
   while tried < most and reached > best * EVEN:
@@ -151,7 +151,7 @@ def _floor(load_GE: np.ndarray, config: BalanceConfig) -> float:
   """The least imbalance that the domains allow."""
   num_ranks, num_experts = load_GE.shape
   home_G = load_GE.sum(axis=0).reshape(num_ranks, num_experts // num_ranks).sum(axis=1)
-  domain_N = home_G.reshape(-1, config.domain_size or num_ranks).mean(axis=1)
+  domain_N = home_G.reshape(-1, config.domain_of(num_ranks)).mean(axis=1)
   return float(domain_N.max() / max(home_G.mean(), 1e-9)) if home_G.any() else 1.0
 
 

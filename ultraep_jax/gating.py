@@ -129,7 +129,9 @@ def gate(
   scores_TE = _score(logits_TE, config.scoring)
   index_TK = expert_index_TK
   if index_TK is None:
-    index_TK = _choose(scores_TE, config, bias_E, implementation_lib.resolve(implementation))
+    index_TK = _choose(
+      scores_TE, config, bias_E, implementation_lib.resolve(implementation, "choose")
+    )
 
   # A masked sum, not a gather: it partitions over any token axes, and its gradient too.
   chosen_TKE = _one_hot(index_TK, config.num_experts)

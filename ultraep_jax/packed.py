@@ -1,8 +1,9 @@
 """Requests packed into rows, and what a model makes of them: the protocol of prefill.
 
 A model is an ``nnx.Module`` with ``__call__(batch: PackedBatch) -> PrefillResult`` and an
-attribute ``vocab_size: int``; if it takes tokens in blocks, also ``attention_block: int``, of which
-requests must start at multiples. A request's result must not depend on what else is in the batch.
+attribute ``vocab_size: int``. If it takes tokens in blocks, it also has ``attention_block: int``;
+requests must start at multiples of it. A request's result must not depend on what else is in the
+batch.
 """
 
 from typing import Any, NamedTuple

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ultraep_jax import nodes
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import check_layer
 from ultraep_jax.config import BalanceConfig
@@ -98,6 +99,8 @@ def measured_sharded_moe(
   context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   axes = resolve_token_axes(context, axis_name, token_axes)
   check_layer(x, expert_index, gate, weights, activation, config, context, axis_name, axes)
+  if mesh is not None:  # its devices are known
+    config = nodes.settle(config, mesh, axis_name)
   return _run(
     x,
     expert_index,

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from published_models import (
+from published_configs import (
   DEEPSEEK_V3,
   DOTS1,
   ERNIE_21B,

@@ -7,17 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_programs import ALONE, LENGTH, PACKED, REQUESTS, ROWS, TIGHT, Program, mesh_of
 from prompts import lay_out
-from test_models_logits import (
-  ALONE,
-  LENGTH,
-  PACKED,
-  REQUESTS,
-  ROWS,
-  TIGHT,
-  Program,
-  mesh_of,
-)
 
 from ultraep_jax import serve
 from ultraep_jax.config import BalanceConfig

@@ -16,12 +16,12 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import write_checkpoint
+from checkpoint_programs import mesh_of
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from prompts import FOLDER
 from safetensors.numpy import load_file
-from test_models_logits import mesh_of
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig

@@ -53,7 +53,7 @@ def test_copies_alone_cost_all_of_their_time():
   half = H200.replace("test", copy_exposed_forward=0.5)
   assert costs.copy_seconds(half, 35_000_000) == pytest.approx(0.5e-4)
   # In float32 experts are multiplied in plain JAX, and no kernel hides their copies.
-  kernels, portable = (cost_on(H200, F32, experts(4096, 1536), 1, kernels=k) for k in (True, False))
+  kernels, portable = (cost_on(H200, F32, experts(4096, 1536), 1, moving=m) for m in (True, False))
   size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
   assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + 512)
   assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + 512)
@@ -63,7 +63,7 @@ def test_the_config_decides():
   args = BF16, experts(4096, 1536), 1000
   assert layer_cost(*args, TIME) == LayerCost(PlanCost(0, 1000), 0)  # a CPU: nothing is known
   described = dataclasses.replace(TIME, device=H200)
-  assert layer_cost(*args, described) == cost_on(H200, *args, kernels=False)
+  assert layer_cost(*args, described) == cost_on(H200, *args, moving=False, multiplying=False)
   on_kernels = dataclasses.replace(described, implementation="mosaic_gpu")
   assert layer_cost(*args, on_kernels) == cost_on(H200, *args)
   given = dataclasses.replace(on_kernels, copy_rows=7)

@@ -25,7 +25,6 @@ from ultraep_jax.files import read_array, read_json, regular
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank
 from ultraep_jax.planning.route import row_capacity
-from ultraep_jax.strategies.placement import domain_size_of
 from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
       raise ValueError(
         f"strategy: {args.strategy!r} replaces the router's choice and plans nothing"
       )
-    domain_size_of(len(load_GE), args.domain)  # which not every strategy asks for
+    config.domain_of(len(load_GE))  # which not every strategy asks for
     weights = _expert(args)
     plan = strategy.plan(jnp.asarray(load_GE), config, _cost(args, load_GE, weights, config))
   except (ValueError, TypeError, OSError) as error:
@@ -214,7 +213,7 @@ def _answer(
   before_G, after_G = load_GE.sum(axis=0).reshape(num_ranks, per_rank).sum(axis=1), quota_EG.sum(0)
   home_EG = np.arange(num_experts)[:, None] // per_rank == np.arange(num_ranks)
   mean = max(before_G.mean(), 1e-9)
-  domain = domain_size_of(num_ranks, config.domain_size)
+  domain = config.domain_of(num_ranks)
   floor = -(-int(before_G.reshape(-1, domain).sum(axis=1).max()) // domain)
   total = max(int(load_GE.sum()), 1)
   rank, slot = np.nonzero(expert_GS >= 0)

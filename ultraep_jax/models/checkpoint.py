@@ -20,7 +20,7 @@ class Checkpoint:
   """The tensors of a folder, read by slices.
 
   The folder holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
-  names, of which tensors that the index does not name are no part. Opening reads headers only.
+  names. Tensors that the index does not name are left out. Opening reads headers only.
   Block-scaled FP8 weights (`fp8`) read as their values; the size of a block is in ``config.json``.
   So do weights in MXFP4 (`mxfp4`), as one tensor each.
   Files stay open for as long as the object lives; several threads may read at once.

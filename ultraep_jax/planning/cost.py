@@ -54,7 +54,7 @@ class LayerCost(NamedTuple):
     """
     if config.objective == "balance":
       return True
-    domain = num_ranks if config.domain_size is None else config.domain_size
+    domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
     spared = most - -(-most // domain)
     if spared and most > int(self.plan.capacity_rows):
@@ -71,10 +71,22 @@ def layer_cost(
     dtype: that the layer computes in.
     weights: for the shapes of an expert, ``[..., D, F]``.
     capacity: C, rows that a rank computes in one round.
-    config: ``copy_rows``, ``device`` and ``implementation`` are used.
+    config: ``copy_rows``, ``device``, ``implementation`` and ``node_size`` are used.
   """
-  kernels = "mosaic_gpu" in implementation.resolve(config.implementation)
-  cost = cost_on(known.resolve(config.device), dtype, weights, capacity, kernels=kernels)
+
+  def by_kernel(operation: str) -> bool:
+    return "mosaic_gpu" in implementation.resolve(
+      config.implementation, operation, config.node_size
+    )
+
+  cost = cost_on(
+    known.resolve(config.device),
+    dtype,
+    weights,
+    capacity,
+    moving=by_kernel("replicate"),
+    multiplying=by_kernel("matmul"),
+  )
   if config.copy_rows is None:
     return cost
   return cost._replace(plan=cost.plan._replace(copy_rows=config.copy_rows))
@@ -86,23 +98,35 @@ def cost_on(
   weights: ExpertWeights,
   capacity: int,
   *,
-  kernels: bool = True,
+  moving: bool = True,
+  multiplying: bool = True,
 ) -> LayerCost:
-  """What balancing a layer costs on such devices, with the kernels or in plain JAX.
+  """What balancing a layer costs on such devices.
 
-  On devices of which nothing is known, such as CPUs, copies weigh nothing: the planner balances
-  as well as it can, with as few copies as that takes.
+  Copies weigh nothing on devices without a description, such as CPUs. The planner then balances as
+  well as it can, with as few copies as that takes.
+
+  Args:
+    device: the description.
+    dtype: that the layer computes in.
+    weights: for the shapes of an expert.
+    capacity: C.
+    moving: copies move by kernels, else in plain JAX.
+    multiplying: experts are multiplied by kernels.
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
-  moving = device.running(kernels=kernels)
-  # Other dtypes are multiplied in plain JAX, and their copies travel alone.
-  multiplying = moving if dtype == jnp.bfloat16 else device.running(kernels=False)
+  multiplying &= dtype == jnp.bfloat16  # others in plain JAX
   inner, width = weights.wo.shape[-2:]
   shape = width, inner, "forward", weights.num_matrices
-  sending = copy_seconds(moving, copy_bytes(dtype, weights), beside=multiplying is moving)
-  row = row_seconds(multiplying, *shape)
-  copy = sending + slot_seconds(multiplying, *shape)
+  matmuls = device.running(kernels=multiplying)
+  sending = copy_seconds(
+    device.running(kernels=moving),
+    copy_bytes(dtype, weights),
+    beside=moving and multiplying,  # else copies travel alone
+  )
+  row = row_seconds(matmuls, *shape)
+  copy = sending + slot_seconds(matmuls, *shape)
   return LayerCost(PlanCost(round(copy / row), capacity), round(device["balance_seconds"] / row))
 
 

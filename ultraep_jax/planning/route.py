@@ -102,7 +102,7 @@ def route_tokens(
     "mosaic_gpu": lambda: _route_on_gpu(*arguments),
     "portable": lambda: _route(*arguments),
   }
-  return first_that_can(implementation.resolve(config.implementation), candidates)
+  return first_that_can(implementation.resolve(config.implementation, "route"), candidates)
 
 
 def _route(expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int) -> Routes:

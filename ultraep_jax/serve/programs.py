@@ -21,7 +21,7 @@ from ultraep_jax.types import Array, LayerStats
 
 _COMPILE_WORKERS = 4
 # Where XLA may use Triton's matmuls, it copies a layer's weights out of their stack for them, also
-# if it then finds cuBLAS faster; docs/benchmarks.md has what that took. Other backends ignore this.
+# if it then finds cuBLAS faster (docs/lab/prefill.md: what that took). Other backends ignore this.
 _COMPILER_OPTIONS: Any = {"xla_gpu_enable_triton_gemm": False}
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import testing
+from ultraep_jax import implementation, testing
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.implementation import why_portable
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tools import processes
 from ultraep_jax.types import Array, ExpertWeights
@@ -73,7 +72,7 @@ def self_check() -> Check:
   started = time.perf_counter()
   devices = jax.devices()
   on_cpu = devices[0].platform == "cpu"
-  picked = "portable" if why_portable() else "mosaic_gpu"
+  picked = implementation.summary(implementation.picks())
   few = on_cpu and jax.process_count() == 1
   ranks = min(len(devices), _MAX_CPUS) if few else len(devices)
   try:

@@ -74,7 +74,7 @@ def _what_it_is(folder: pathlib.Path) -> str:
     return f"{folder}: expected the folder of a trace, got nothing there"
   text = f"{folder}: expected a trace (a folder with {MANIFEST}), got none"
   if any(folder.glob("router_trace_rank*.jsonl")):
-    return text + "; for Megatron's router traces see `python -m ultraep_jax trace import`"
+    return text + "; for Megatron's router traces see `ultraep trace import`"
   traces = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
   if traces:
     return text + f"; there are traces in {', '.join(traces[:3])}"
