@@ -31,7 +31,7 @@ class BalanceConfig:
       shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner
       function ``(load_GE, config, cost) -> Plan`` such as ``strategies.eplb.planner(state)``, or
       a ``strategies.Strategy``.
-    objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time
+    objective: ``"balance"`` asks for the lowest maximum load; ``"time"`` for the least time
       of plans that fit one round, where copies cost what ``PlanCost`` says and doing nothing is
       a candidate.
     target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that

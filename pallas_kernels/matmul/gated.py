@@ -1,6 +1,11 @@
 """The two projections into a gated expert and their product, in one kernel.
 
 Or in one for home slots and one for replica slots, where replicas arrive beside the first.
+
+For every tile of rows, with the sums in registers until both are there::
+
+  rows × wi_gate ──► gate ─┐
+  rows × wi_up ────► up ───┴─► act(gate) * up ──► hidden
 """
 
 import functools
@@ -80,7 +85,6 @@ def gated_matmul(
 
 def gated_beside(
   transfer: Transfer | None,
-  replicas_of: Callable[[Any], tuple[Array, Array]],
   rows_CK: Array,
   home_gate_MKN: Array,
   home_up_MKN: Array,
@@ -88,6 +92,7 @@ def gated_beside(
   activation: Callable[[Array], Array],
   *,
   keep_hidden: bool,
+  replicas: tuple[Array, Array] | None = None,
   tuning: MatmulTuning | None = None,
   replica_tuning: MatmulTuning | None = None,
 ) -> tuple[Gated, Any]:
@@ -104,14 +109,15 @@ def gated_beside(
   kernel, none waits for another rank.
 
   Args:
-    transfer: brings the replicas; it must not touch the other operands.
-    replicas_of: their ``[S, K, N]`` gate and up, from the transfer's result.
+    transfer: brings the replicas' ``[S, K, N]`` gate and up, the first two of its results; it must
+      not touch the other operands.
     rows_CK: as for ``gated_matmul``.
     home_gate_MKN: likewise.
     home_up_MKN: likewise.
     group_size_P: likewise.
     activation: likewise.
     keep_hidden: likewise.
+    replicas: the replicas' gate and up, if the transfer does not bring them.
     tuning: of the kernel that the transfer rides in.
     replica_tuning: of the other one.
 
@@ -136,9 +142,9 @@ def gated_beside(
   first, transferred = run(
     of(home_gate_MKN, home_up_MKN), tuning=tuning, slots=range(num_home), beside=transfer
   )
-  replicas = of(*replicas_of(transferred))
+  gate, up, *_ = transferred if replicas is None else replicas
   rest = range(num_home, num_slots)
-  whole, _ = run(replicas, tuning=replica_tuning, slots=rest, into=first)
+  whole, _ = run(of(gate, up), tuning=replica_tuning, slots=rest, into=first)
   return whole, transferred
 
 

@@ -31,7 +31,6 @@ def gated_by_copies(tuning, plan, rows, gate, up, sizes):
   copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
   return gated_beside(
     copying,
-    tuple,
     rows,
     gate,
     up,

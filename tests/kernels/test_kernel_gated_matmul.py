@@ -138,8 +138,8 @@ def test_inner_is_the_same_without_hidden():
 def split(rows, home_gate, home_up, replica_gate, replica_up, sizes, tuning=None, **kwargs):
   """As ``gated_matmul``, with replicas that come from no transfer."""
   homes, replicas = (home_gate, home_up), (replica_gate, replica_up)
-  kwargs |= {"tuning": tuning, "replica_tuning": tuning}
-  return gated_beside(None, lambda _: replicas, rows, *homes, sizes, **kwargs)[0]
+  kwargs |= {"replicas": replicas, "tuning": tuning, "replica_tuning": tuning}
+  return gated_beside(None, rows, *homes, sizes, **kwargs)[0]
 
 
 # Of two home and two replica slots: a border inside a tile, replicas without rows, homes without.
@@ -202,10 +202,10 @@ def test_gated_has_no_race(tuning):
 
 
 def test_refuses_slots_without_weights():
-  weights = [jnp.zeros((2, 64, 128), jnp.bfloat16)] * 2
+  weights = (jnp.zeros((2, 64, 128), jnp.bfloat16),) * 2
   arguments = jnp.zeros((256, 64), jnp.bfloat16), *weights, jnp.zeros(5, jnp.int32), jax.nn.silu
   with pytest.raises(ValueError, match=r"slots: expected 2 of range\(0, 5\), got range\(2, 5\)"):
-    jax.eval_shape(lambda: gated_beside(None, lambda _: weights, *arguments, keep_hidden=False))
+    jax.eval_shape(lambda: gated_beside(None, *arguments, keep_hidden=False, replicas=weights))
 
 
 def test_refuses_weights_that_do_not_fit_together():

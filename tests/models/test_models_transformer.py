@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from prompts import lay_out
-from test_models_config import PUBLISHED
+from published_configs import PUBLISHED
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig

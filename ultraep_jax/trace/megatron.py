@@ -75,7 +75,7 @@ def import_megatron(
     path: the new trace's folder.
     num_experts: E; the files do not tell.
     num_ranks: G, a divisor of the number of files; ``None``: all are one group.
-    config: plans the loads; by default two slots and ``objective="balance"``. ``"time"`` needs
+    config: plans the loads; by default ``BalanceConfig(objective="balance")``. ``"time"`` needs
       costs that the files do not tell.
     expert_bytes: of one expert's weights, to know the bytes of copies.
     name: of the run; the source folder's by default.

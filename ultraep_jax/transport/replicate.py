@@ -5,7 +5,6 @@ both may ride in a matmul's kernel. The portable form is ``block_replicate``.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -171,17 +170,14 @@ class Replicas:
       return None
 
     def transfer() -> "kernels.Transfer | None":
-      leaves, tree = jax.tree.flatten(self.home)
-      return _mapped(
-        kernels.replication(
-          leaves,
-          self.replica_expert_GS,
-          self.parent_GS,
-          axis_name=self.axis_name,
-          tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
-          home_rows_G=self.home_rows_G,
-        ),
-        tree.unflatten,
+      leaves = jax.tree.leaves(self.home)
+      return kernels.replication(
+        leaves,
+        self.replica_expert_GS,
+        self.parent_GS,
+        axis_name=self.axis_name,
+        tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
+        home_rows_G=self.home_rows_G,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -201,20 +197,17 @@ class Replicas:
     )
 
   def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None":
-    """``reduce`` beside a matmul that does not need its result."""
+    """Makes the leaves of ``reduce`` beside a matmul that does not need them."""
 
     def transfer() -> "kernels.Transfer | None":
-      leaves, tree = jax.tree.flatten(home_grads)
-      return _mapped(
-        kernels.reduction(
-          jax.tree.leaves(replica_grads),
-          leaves,
-          self.replica_expert_GS,
-          self.parent_GS,
-          axis_name=self.axis_name,
-          tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
-        ),
-        tree.unflatten,
+      leaves = jax.tree.leaves(home_grads)
+      return kernels.reduction(
+        jax.tree.leaves(replica_grads),
+        leaves,
+        self.replica_expert_GS,
+        self.parent_GS,
+        axis_name=self.axis_name,
+        tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -230,13 +223,3 @@ def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
   """By the bytes of an expert."""
   sizes = (leaf[0].size * leaf.dtype.itemsize for leaf in leaves)
   return tunings.find(operation, max(sum(sizes), 1))
-
-
-def _mapped(
-  transfer: "kernels.Transfer | None", function: Callable[[Any], Any]
-) -> "kernels.Transfer | None":
-  """A transfer with a function applied to its result."""
-  if transfer is None:
-    return None
-  finish = transfer.finish
-  return dataclasses.replace(transfer, finish=lambda results: function(finish(results)))

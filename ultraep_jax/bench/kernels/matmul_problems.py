@@ -296,8 +296,8 @@ def gated_split(
   )
   gated, _ = gated_beside(
     nothing if moving else None,
-    lambda _: (more_gate, more_up),
     *(rows, gate, up, sizes, jax.nn.silu),
+    replicas=(more_gate, more_up),
     **kwargs,
   )
   return gated

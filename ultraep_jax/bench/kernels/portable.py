@@ -1,6 +1,6 @@
 """Measures the portable operations beside the alternatives that JAX offers.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench portable``. Each line is the median of
+Run on every GPU of a host: ``ultraep bench portable``. Each line is the median of
 several runs of many calls chained inside one jit, so that neither launches nor the host count.
 """
 

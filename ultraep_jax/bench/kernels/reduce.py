@@ -1,6 +1,6 @@
 """Checks and times the kernel that sums replica gradients, beside the portable operation.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench reduce``. Checks compare sums of integers,
+Run on every GPU of a host: ``ultraep bench reduce``. Checks compare sums of integers,
 which are exact, bit for bit over random legal plans, and sums of random numbers with float64. Times
 are of many calls chained inside one jit, each adding to the homes of the one before in place; each
 line is the median of several runs and names the copies that the busiest rank sends or receives.

@@ -1,6 +1,6 @@
 """Checks and times the replication kernel beside the portable operation.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench replicate``. Checks compare random
+Run on every GPU of a host: ``ultraep bench replicate``. Checks compare random
 experts bit for bit over random legal plans. Times are of many calls chained inside one jit; each
 line is the median of several runs and names the copies that the busiest rank sends or receives.
 """
