@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from test_multiprocess import free_port
+from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 WORKER = pathlib.Path(__file__).parents[1] / "helpers" / "many_ranks_worker.py"
