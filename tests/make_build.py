@@ -30,9 +30,9 @@ exports_files([
 # What users depend on.
 PUBLIC = ("ultraep_jax", "models", "packed", "serve", "simulate", "pallas_kernels", "main")
 # Import name to requirement, where they differ.
-REQUIREMENTS = {"orbax": "orbax_checkpoint"}
+REQUIREMENTS = {"griffe": "griffelib", "orbax": "orbax_checkpoint"}
 # These start programs, read the checkout or build the wheel: they run where the sources are.
-IN_CHECKOUT = ("test_examples", "test_project")
+IN_CHECKOUT = ("test_docs", "test_examples", "test_project")
 # Folders whose modules and their parent's need each other: one target.
 ONE_TARGET = {"models_families": "models"}
 

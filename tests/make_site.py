@@ -34,7 +34,7 @@ def main() -> int:
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)  # it colours every character
   if done.returncode or "griffe:" in said:  # which complains about docstrings
-    print(said)
+    print(said.partition("Traceback")[0])
     return 1
   broken = broken_links(SITE)
   print(*broken, sep="\n")
@@ -138,8 +138,8 @@ def broken_links(site: pathlib.Path) -> list[str]:
         target = (path.parent / urllib.parse.unquote(parts.path)).resolve()
         target = target / "index.html" if target.is_dir() else target
       anchor = urllib.parse.unquote(parts.fragment)
-      known = pages[target].anchors if target in pages else {""}
-      if not target.exists() or (anchor and anchor not in known and not anchor.startswith("__")):
+      known = pages[target].anchors | {""} if target in pages else {anchor}
+      if not target.exists() or (anchor not in known and not anchor.startswith("__")):
         broken.append(f"{path.relative_to(site)}: {link}")
   return sorted(set(broken))
 

@@ -31,7 +31,7 @@ class BalanceConfig:
       shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner
       function ``(load_GE, config, cost) -> Plan`` such as ``strategies.eplb.planner(state)``, or
       a ``strategies.Strategy``.
-    objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time
+    objective: ``"balance"`` asks for the lowest maximum load; ``"time"`` for the least time
       of plans that fit one round, where copies cost what ``PlanCost`` says and doing nothing is
       a candidate.
     target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that
@@ -50,7 +50,7 @@ class BalanceConfig:
       ``"auto"``: as JAX numbers them (``nodes.py``); ``doctor`` shows how.
     transfer: the trees that ``Plan.parent`` describes: ``"relay"`` (holders forward), ``"direct"``
       (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
-      egress). The portable implementation passes copies round a ring instead.
+      egress). The portable implementation lets homes send all copies.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
       ``None``: as ``device`` says for such weights.
     batch_invariant: a token's result does not depend on the other tokens of the batch, through

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ultraep_jax.types import LayerStats, Plan
 
@@ -19,8 +20,9 @@ def plan_text(plan: Plan) -> str:
     return _fields(plan)
   expert_GS, quota_EG, _ = (np.asarray(leaf) for leaf in plan)
   num_experts, num_ranks = quota_EG.shape[-2:]
+  slots = expert_GS.shape[-1]
   return (
-    f"Plan({num_ranks} ranks, {num_experts} experts, {expert_GS.shape[-1]} slots: "
+    f"Plan({num_ranks} ranks, {num_experts} experts, {slots} slot{'s' * (slots != 1)}: "
     f"{int((expert_GS >= 0).sum())} copies, busiest / mean rank "
     f"{_imbalance(quota_EG.sum(axis=-2)):.2f})"
   )
@@ -30,13 +32,16 @@ def stats_text(stats: LayerStats) -> str:
   """Likewise, with the load before and the rounds; of the least even layer and token group."""
   if not _concrete(stats):
     return _fields(stats)
+  stats = jax.tree.map(np.asarray, stats)  # no computation on devices
   lead, (num_ranks, num_experts) = stats.load_GE.shape[:-2], stats.load_GE.shape[-2:]
-  of = f"{'×'.join(map(str, lead))} of " if lead else ""
+  times = int(np.prod(lead, dtype=np.int64))
+  of = f"{times} times " if times != 1 else ""
+  rounds = int(np.max(stats.rounds))
   before, after = _imbalance(stats.load_before_G), _imbalance(stats.load_after_G)
   return (
     f"LayerStats({of}{num_ranks} ranks, {num_experts} experts: busiest / mean rank {before:.2f} "
     f"before, {after:.2f} after; {int(np.sum(stats.replicas))} copies, "
-    f"{int(np.max(stats.rounds))} rounds)"
+    f"{rounds} round{'s' * (rounds != 1)})"
   )
 
 
@@ -107,7 +112,7 @@ def _concrete(values: Sequence[Any]) -> bool:
   """Whether there are numbers to show: not while tracing, nor of another process."""
   return all(
     hasattr(leaf, "shape")
-    and not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+    and not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
     and getattr(leaf, "is_fully_addressable", True)
     for leaf in values
   )

@@ -214,7 +214,7 @@ class LayerStats(NamedTuple):
     load_before_G: ``[G]`` int32, assignments that home placement would give each rank.
     load_planned_G: ``[G]`` int32, assignments that the plan gives each rank.
     load_after_G: ``[G]`` int32, assignments that went to each rank, counted where they come from.
-    load_floor: ``[]`` int32, the least busiest load that replication inside domains can reach.
+    load_floor: ``[]`` int32, the lowest maximum load that copies inside domains can reach.
     replicas: ``[]`` int32, filled replica slots.
     max_fanout: ``[]`` int32, the most copies that one rank sends along the plan's trees.
     replica_bytes: ``[]`` float32, bytes of all copies, each counted once.

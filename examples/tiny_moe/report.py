@@ -6,12 +6,12 @@ import shutil
 from typing import Any, TextIO
 
 import numpy as np
-from matplotlib.figure import Figure
 from tensorboardX import SummaryWriter
 
 import ultraep_jax as uep
 from tiny_moe.model import Scalars
 from tiny_moe.settings import Settings, SettingsError
+from ultraep_jax.figures import DPI, figure, style
 
 Record = dict[str, float]
 IMBALANCES = ("imbalance_before", "imbalance_after")
@@ -127,17 +127,16 @@ def describe(record: Record) -> str:
 
 def plot(history: list[Record], path: pathlib.Path) -> None:
   """Loss and imbalance over the steps, as a PNG."""
-  figure = Figure(figsize=(10, 4), layout="constrained")
-  left, right = figure.subplots(1, 2)
-  left.plot(*_curve("loss", history))
+  made, (left, right) = figure(2, 10, 4)
+  left.plot(*_curve("loss", history), color="#4b5563")
   left.set(xlabel="step", ylabel="loss, nats per byte")
-  for name in IMBALANCES:
+  for name, strategy in zip(IMBALANCES, ("none", "quota"), strict=True):
     steps, values = _curve(name, history)
     if steps:
-      right.plot(steps, values, label=name.replace("_", " "))
-      right.legend()
+      right.plot(steps, values, **style(strategy, label=name.replace("_", " ")))
+      right.legend(frameon=False)
   right.set(xlabel="step", ylabel="busiest rank / mean rank")
-  figure.savefig(path, dpi=120)
+  made.savefig(path, dpi=DPI)
 
 
 def _curve(name: str, history: list[Record]) -> tuple[list[Any], list[Any]]:

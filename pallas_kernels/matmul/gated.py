@@ -1,6 +1,11 @@
 """The two projections into a gated expert and their product, in one kernel.
 
 Or in one for home slots and one for replica slots, where replicas arrive beside the first.
+
+For every tile of rows, with the sums in registers until both are there::
+
+  rows × wi_gate ──► gate ─┐
+  rows × wi_up ────► up ───┴─► act(gate) * up ──► hidden
 """
 
 import functools

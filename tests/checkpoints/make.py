@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = pathlib.Path(__file__).parent
 LENGTHS = (1, 6, 13, 24, 37)  # of the prompts
@@ -271,6 +272,81 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "quantization_config": _FP8,
   },
+  "qwen2_moe": {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    **_SMALL,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "max_window_layers": 3,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 1000000.0,
+    "sliding_window": 13,
+    "use_sliding_window": True,
+    "tie_word_embeddings": False,
+  },
+  "qwen3_next": {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    **_SMALL,
+    "num_hidden_layers": 5,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+  },
+  "gpt_oss": {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    **_SMALL,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "swiglu_limit": 1.5,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 100,
+    "rope_scaling": {
+      "rope_type": "yarn",
+      "factor": 4.0,
+      "original_max_position_embeddings": 32,
+      "beta_fast": 4.0,
+      "beta_slow": 1.0,
+      "truncate": False,
+    },
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+  },
 }
 Tensors = dict[str, torch.Tensor]
 
@@ -290,13 +366,17 @@ def random_weights(name: str) -> Tensors:
     parsed = transformers.AutoConfig.from_pretrained(folder)
     transformers.AutoModelForCausalLM.from_config(parsed).save_pretrained(folder)
     tensors = load_file(pathlib.Path(folder, "model.safetensors"))
-  assert not [n for n in tensors if "gate_up_proj" in n], "expected a tensor for each expert"
+  fused = [key for key in tensors if "gate_up_proj" in key]
+  assert name == "gpt_oss" or not fused, "expected a tensor for each expert"
   generator = torch.Generator().manual_seed(list(CONFIGS).index(name))
 
   def draw(key: str, tensor: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(tensor.shape, generator=generator)
     if "norm" in key:
-      return 1 + 0.3 * noise
+      around_one = name == "qwen3_next" and "linear_attn" not in key
+      return 0.3 * noise + (0 if around_one else 1)
+    if "conv1d" in key:
+      return noise / 2
     if tensor.ndim == 1 or "bias" in key:
       return 0.2 * noise
     if "embed" in key:
@@ -305,6 +385,22 @@ def random_weights(name: str) -> Tensors:
     return gain * noise / tensor.shape[1] ** 0.5
 
   return {key: draw(key, tensor) for key, tensor in sorted(tensors.items())}
+
+
+def in_mxfp4(tensors: Tensors) -> Tensors:
+  """Random blocks and scales in the place of the experts' matrices."""
+  generator = torch.Generator().manual_seed(0)
+  result: Tensors = {}
+  for key, weight in tensors.items():
+    if not key.endswith(("gate_up_proj", "down_proj")):
+      result[key] = weight
+      continue
+    experts, inner, outer = weight.shape
+    shape = (experts, outer, inner // 32)
+    blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(123, 126, shape, generator=generator, dtype=torch.uint8)
+    result |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+  return result
 
 
 def quantized(tensors: Tensors) -> Tensors:
@@ -330,7 +426,12 @@ def quantized(tensors: Tensors) -> Tensors:
 def dequantized(tensors: Tensors) -> Tensors:
   result: Tensors = {}
   for key, weight in tensors.items():
-    if key.endswith("_scale_inv"):
+    if key.endswith(("_scale_inv", "_scales")):
+      continue
+    if key.endswith("_blocks"):
+      whole = key.removesuffix("_blocks")
+      scales = tensors[f"{whole}_scales"]
+      result[whole] = convert_moe_packed_tensors(weight, scales, dtype=torch.float32).contiguous()
       continue
     result[key] = weight.float()
     if weight.dtype == torch.float8_e4m3fn:
@@ -355,7 +456,7 @@ def write(name: str, folder: pathlib.Path) -> None:
   if CONFIGS[name]["torch_dtype"] == "bfloat16":
     tensors = {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
   if "quantization_config" in CONFIGS[name]:
-    tensors = quantized(tensors)
+    tensors = in_mxfp4(tensors) if name == "gpt_oss" else quantized(tensors)
   tensors |= extra_layer(name)
   (folder / "config.json").write_text(json.dumps(CONFIGS[name], indent=2) + "\n")
   if name != "glm4_moe":

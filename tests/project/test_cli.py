@@ -1,11 +1,14 @@
 """The command line: every command, what it prints, what it refuses and how it ends."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,11 +67,35 @@ def test_help(name, capsys):
 def test_list_of_commands(capsys):
   with pytest.raises(SystemExit, match="0"):
     cli.main(["--help"])
-  listed = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
+  listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
   assert listed == list(cli.COMMANDS)
-  documents = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
+  readme = (ROOT / "README.md").read_text()
   for name in cli.COMMANDS:
-    assert all(f"ultraep_jax {name}" in document for document in documents), name
+    assert f"ultraep {name}" in readme, name
+
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_pages_are_right(page, monkeypatch):
+  """They parse; what they name need not be there. Measurements have parsers of their own."""
+  text = page.read_text()
+  lines = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*ultraep (.+)$", text, re.MULTILINE)
+  lines += re.findall(r"`ultraep ([^`]+)`", text)
+  for line in lines:
+    name, *arguments = shlex.split(line.replace("…", ""), comments=True)
+    if name in cli.COMMANDS and name not in ("demo", "bench") and "COMMAND" not in line:
+      command = importlib.import_module(f"ultraep_jax.commands.{name}")
+      parser = argparse.ArgumentParser()
+      command.add_arguments(parser)
+      monkeypatch.setattr(
+        parser, "error", lambda message, line=line: pytest.fail(f"{line}: {message}")
+      )
+      if arguments:
+        parser.parse_args([a if a != "N" else "2" for a in arguments])
+    else:
+      assert name in (*cli.COMMANDS, "COMMAND"), line
 
 
 @pytest.mark.parametrize(
@@ -172,8 +199,26 @@ def test_doctor_prints_text_and_json(capsys):
 
 def test_doctor_checks_a_layer(capsys):
   status, text, _ = run(capsys, "doctor")
-  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 to 1.0'
+  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 before, 1.0'
   assert status == 0 and re.search(expected, text)
+
+
+@pytest.mark.parametrize(
+  ("environment", "devices"), [({}, "4 x virtual cpu"), ({"JAX_NUM_CPU_DEVICES": "2"}, "2 x cpu")]
+)
+def test_doctor_has_something_to_balance_on_a_cpu(environment, devices):
+  own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  done = subprocess.run(
+    command("doctor"),
+    cwd=ROOT,
+    env=own | environment | {"JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert f"devices:        {devices} (1 process)" in done.stdout
+  assert "imbalance 1.50 before, 1.0" in done.stdout
+  assert "bfloat16" in done.stdout and "is rounding" in done.stdout
 
 
 def test_doctor_says_what_runs_by_kernels(capsys, monkeypatch):

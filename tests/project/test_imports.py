@@ -15,7 +15,8 @@ import pallas_kernels
 # stands on one line does not import each other.
 LAYERS = """
 tests
-tests/helpers examples
+tests/helpers
+examples
 ultraep_jax/__main__
 ultraep_jax/cli
 ultraep_jax/commands
@@ -37,7 +38,7 @@ ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
 ultraep_jax/nodes
 ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
-ultraep_jax/files ultraep_jax/tables
+ultraep_jax/figures ultraep_jax/files ultraep_jax/tables
 pallas_kernels/__init__
 pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing

@@ -12,10 +12,8 @@ import tomllib
 import types
 import venv
 import zipfile
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from source_tree import FILES, ROOT
 
@@ -75,20 +73,11 @@ def readme_blocks(language: str) -> list[str]:
   return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_readme_has_two_commands_and_ci_runs_the_second_last():
-  demo, tests = (block.strip() for block in readme_blocks("bash"))
-  assert demo.endswith("-m ultraep_jax demo")
+def test_readme_has_a_demo_and_ci_runs_its_tests_last():
+  install, demo, tests = (block.strip() for block in readme_blocks("bash"))
+  assert install.endswith('pip install -e ".[examples]"') and demo == "ultraep demo"
   assert (ROOT / ".ci/run").read_text().splitlines()[-1] == tests
   assert os.access(ROOT / ".ci/run", os.X_OK)
-
-
-@pytest.mark.slow
-def test_readme_layers_compute_the_same():
-  scope: dict[str, Any] = {"__name__": "readme"}
-  for block in readme_blocks("python"):
-    exec(block, scope)
-  expected = scope["MoE"].__call__(scope["layer"], scope["x"])
-  np.testing.assert_allclose(scope["y"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,13 @@ TINY += ["--layers", "1", "--imbalance", "1.8", "--noise", "0.05", "--drift", "0
 
 
 def test_simulate_prints_tables_and_sources(capsys):
-  assert cli.main(["simulate", *TINY, "--seeds", "2", "--strategies", "none", "quota"]) == 0
+  command = ["simulate", *TINY, "--seeds", "2", "--strategies", "none", "quota"]
+  assert cli.main(command) == 0
   out = capsys.readouterr().out
-  assert "Qwen3-235B" in out and "ideal" in out and "datasheet" in out and "copy_rate" in out
+  assert "Qwen3-235B" in out and "equal" not in out and "ideal" in out and "copy_rate" not in out
+  assert cli.main([*command, "--verbose"]) == 0
+  out = capsys.readouterr().out
+  assert "datasheet" in out and "copy_rate" in out
 
 
 def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):

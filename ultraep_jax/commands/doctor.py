@@ -56,7 +56,7 @@ def _ask_for_virtual_devices() -> bool:
   """Whether CPUs will count as several devices: not if the user or JAX has settled it before."""
   if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
     return False
-  if jax.config.read("jax_num_cpu_devices") != -1:
+  if getattr(jax.config, "jax_num_cpu_devices", -1) != -1:
     return False
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", _VIRTUAL)

@@ -14,7 +14,8 @@ import time
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.simulate import paper, plots, published, scaling, validation
 from ultraep_jax.simulate.paper import QUICK, Effort, Report
-from ultraep_jax.simulate.text import constants, difference, percent, table, to_json
+from ultraep_jax.simulate.text import constants, difference, percent, to_json
+from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 

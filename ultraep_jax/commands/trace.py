@@ -16,7 +16,7 @@ from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.megatron import import_megatron
 from ultraep_jax.trace.reader import Trace, read
-from ultraep_jax.trace.summary import PERCENTILES, summarise
+from ultraep_jax.trace.summary import PERCENTILES, in_words, summarise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,9 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
     f"{manifest.replica_slots} replica slots a rank"
   ]
   lines += [f"left out: {problem}" for problem in trace.problems]
-  lines += [f"{name.replace('_', ' ')}: {value}" for name, value in manifest.metadata.items()]
+  lines += [
+    f"{name.replace('_', ' ')}: {in_words(value)}" for name, value in manifest.metadata.items()
+  ]
   if not len(trace):
     return "\n".join([*lines, "no records"])
   low, high = summary["steps"]
@@ -89,7 +91,7 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
     for name, row in layers.items()
     for side in ("before", "after")
   ]
-  lines.append(table(["busiest / mean rank", "", *head], rows))
+  lines.append(table(["busiest / mean rank", "", *head], rows, digits=3))
   lines.append(
     f"per record: {summary['replicas']:.1f} copies ({summary['relayed']:.1f} relayed), "
     f"{summary['replica_megabytes']:.3g} MB, {summary['remote_fraction']:.1%} of the assignments "

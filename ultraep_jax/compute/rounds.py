@@ -108,7 +108,7 @@ def _backward(
   static: Static, residuals: tuple, grad_TD: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
-  # One of the weights is enough: a ring passes all of them in one loop.
+  # One of the weights is enough: all of them cross in one loop.
   ordered = weights._replace(wo=_after(static, routing, weights.wo, grad_TD, *first.hidden))
   replicas = _replicas(static, x_TD.dtype, ordered, routing)
 
@@ -300,6 +300,8 @@ def _combine(out: experts.ExpertOutput, this: _Round) -> Array:
 
 def _round_sizes(static: Static, routing: Routing, index: Array | int) -> Array:
   """Rows of each slot on this rank that fall into a round."""
+  if routing.rounds is None:
+    return routing.routes.group_size_P
   end_P = jnp.cumsum(routing.routes.group_size_P, dtype=jnp.int32)
   first = index * static.capacity
   inside_P = jnp.clip(end_P - first, 0, static.capacity)

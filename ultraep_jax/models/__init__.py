@@ -3,6 +3,7 @@
 from ultraep_jax.models.checkpoint import Checkpoint as Checkpoint
 from ultraep_jax.models.config import ModelConfig as ModelConfig
 from ultraep_jax.models.load import load_params as load_params
+from ultraep_jax.models.parts import GatedDelta as GatedDelta
 from ultraep_jax.models.parts import GroupedQuery as GroupedQuery
 from ultraep_jax.models.parts import Latent as Latent
 from ultraep_jax.models.pretrained import load as load

@@ -44,6 +44,7 @@ def attend(
   scale: float,
   block: int,
   window: int | None = None,
+  sink_H: Array | None = None,
 ) -> Array:
   """Causal attention inside each segment of each row.
 
@@ -62,6 +63,7 @@ def attend(
     scale: factor on the scores.
     block: tokens of a block; divides T.
     window: a query sees so many tokens, itself the last of them; None: all of its segment.
+    sink_H: ``[H]`` float, one more score of every query, which no value belongs to.
 
   Returns:
     ``[B, T, H, V]``, dtype of the values; 0 for padding, whatever the padding holds that is
@@ -81,7 +83,7 @@ def attend(
   order_X = jnp.argsort(-blocks.steps_X)
   padded = jnp.pad(order_X, (0, -count % min(_TOGETHER, count)), mode="edge")
   groups = padded.reshape(-1, min(_TOGETHER, count))
-  mixed_XQHV = lax.map(lambda chosen: _walk(blocks, chosen, scale, window), groups)
+  mixed_XQHV = lax.map(lambda chosen: _walk(blocks, chosen, scale, window, sink_H), groups)
   mixed_XQHV = mixed_XQHV.reshape(-1, *mixed_XQHV.shape[2:])[jnp.argsort(order_X)]
   return mixed_XQHV.reshape(batch, length, heads, -1)
 
@@ -121,7 +123,9 @@ def _cut(
   )
 
 
-def _walk(blocks: _Blocks, chosen_X: Array, scale: float, window: int | None) -> Array:
+def _walk(
+  blocks: _Blocks, chosen_X: Array, scale: float, window: int | None, sink_H: Array | None
+) -> Array:
   """Attention of some blocks of queries: ``[X, Q, H, V]``."""
   query_XQNRC = blocks.query_XQNRC[chosen_X]
   segment_XQ, place_XQ = blocks.segment_XQ[chosen_X], blocks.place_XQ[chosen_X]
@@ -146,6 +150,9 @@ def _walk(blocks: _Blocks, chosen_X: Array, scale: float, window: int | None) ->
   flat = jnp.zeros((count, key_heads, shared, queries), jnp.float32)
   values = blocks.value_XKNV.shape[-1]
   start = _Running(flat + _NONE, flat, jnp.zeros((*flat.shape, values), jnp.float32))
+  if sink_H is not None:
+    sink_1NR1 = sink_H.astype(jnp.float32).reshape(1, key_heads, shared, 1)
+    start = start._replace(largest_XNRQ=flat + sink_1NR1, total_XNRQ=flat + 1)
   end = lax.fori_loop(0, jnp.max(steps_X), visit, start)
   # Padding sees nothing and gets 0. A request's NaN must stay NaN, or nobody would see it.
   asks_XNRQ1 = (segment_XQ > 0)[:, None, None, :, None]

@@ -6,6 +6,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
+from ultraep_jax.activations import Activation
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.models import families
 from ultraep_jax.models import hf_fields as fields
@@ -29,8 +32,14 @@ class ModelConfig:
     dense_dim: inner width of a dense MLP; 0 where no layer has one.
     expert_dim: F, inner width of an expert.
     num_shared_experts: experts that every token takes, kept as one MLP.
+    shared_gate: they count as often as a sigmoid of the token says.
+    expert_layout: where the matrices into an expert are, a name of ``types.Layout``.
+    expert_bias: every matrix of an expert has a bias.
+    activation: what is between the matrices of an expert; of ``ultraep_jax.activations``, or such.
+    router_bias: the routers' logits have a bias.
     gating: how every router chooses.
     norm_eps: added to the mean square in norms.
+    norms_around_one: norms scale by 1 and their parameter, rather than by it.
     tied_embeddings: the output matrix is the embedding.
     num_extra_layers: layers behind the last one that checkpoints hold and prefill does not run,
       as they predict several tokens at once.
@@ -48,8 +57,14 @@ class ModelConfig:
   dense_dim: int = 0
   expert_dim: int
   num_shared_experts: int = 0
+  shared_gate: bool = False
+  expert_layout: str = "apart"
+  expert_bias: bool = False
+  activation: Activation = jax.nn.silu
+  router_bias: bool = False
   gating: GatingConfig
   norm_eps: float = 1e-6
+  norms_around_one: bool = False
   tied_embeddings: bool = False
   num_extra_layers: int = 0
 
@@ -112,7 +127,7 @@ class ModelConfig:
       ValueError: a field is missing or has a value that is not supported.
     """
     family = families.of_config(hf)
-    fields.check_supported(hf)
+    fields.check_supported(hf, family.quantization)
     return cls(
       architecture=family.model_type,
       vocab_size=fields.integer(hf, "vocab_size"),

@@ -18,6 +18,7 @@ def attend(
   *,
   scale: float,
   window: int | None = None,
+  sink_H: Array | None = None,
 ) -> Array:
   """Causal attention inside each request of each row; see ``attention.attend``.
 
@@ -31,6 +32,7 @@ def attend(
     spans: where the requests lie.
     scale: factor on the scores.
     window: none; see ``attention.attend``.
+    sink_H: none; likewise.
 
   Returns:
     ``[B, T, H, V]``, dtype of the values; anything outside of requests, NaN included.
@@ -41,8 +43,8 @@ def attend(
   platform = _platform()
   if platform != "gpu":
     raise NotImplementedError(f"cuDNN: expected NVIDIA GPUs, got {platform}")
-  if window is not None:
-    raise NotImplementedError(f"cuDNN: expected no window, got {window}")
+  if window is not None or sink_H is not None:
+    raise NotImplementedError("cuDNN: expected neither a window nor sinks, got one")
   if query_BTHC.shape[3] != value_BTNV.shape[3]:
     raise NotImplementedError(  # it would take the values' strides for the keys'
       f"cuDNN: expected values as wide as keys, got {value_BTNV.shape[3]}, {query_BTHC.shape[3]}"

@@ -83,10 +83,15 @@ def kinds(
   return value[:count]
 
 
-def check_supported(hf: Mapping[str, Any]) -> None:
-  """Refuses what any architecture may ask for and none gets."""
+def check_supported(hf: Mapping[str, Any], quantization: str) -> None:
+  """Refuses what any architecture may ask for and none gets.
+
+  Args:
+    hf: the file.
+    quantization: the ``quant_method`` that the architecture's weights may have.
+  """
   choice(hf, "hidden_act", ("silu",), default="silu")
-  _check_quantization(hf)
+  _check_quantization(hf, quantization)
 
 
 def check_no_windows(hf: Mapping[str, Any]) -> None:
@@ -103,11 +108,15 @@ def check_absent(hf: Mapping[str, Any], name: str) -> None:
     raise wrong(name, "null", hf[name])
 
 
-def _check_quantization(hf: Mapping[str, Any]) -> None:
+def _check_quantization(hf: Mapping[str, Any], method: str) -> None:
   fields = _quantization(hf)
   if not fields:
     return
-  choice(fields, _QUANTIZATION + "quant_method", ("fp8",))
+  name = _QUANTIZATION + "quant_method"
+  if fields.get(name) != method:  # such as four-bit integers
+    raise wrong(name, f"{method!r}, or weights that are multiplied out", fields.get(name))
+  if method != "fp8":
+    return
   choice(fields, _QUANTIZATION + "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
   choice(fields, _QUANTIZATION + "activation_scheme", ("dynamic",), default="dynamic")
   if block_size(hf) is None:

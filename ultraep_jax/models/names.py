@@ -23,6 +23,7 @@ def sources(config: ModelConfig) -> dict[Path, Source]:
       found[path] = Source(_TOP[str(path[0])], transpose)
       continue
     layers = config.stacks[int(path[1])]
+    transpose = transpose and not (config.is_moe[layers[0]] and path[2] in family.untransposed)
     below = _below_layer(config, config.is_moe[layers[0]], str(path[2]))
     names = [_layer_names(config, f"model.layers.{layer}.{below}") for layer in layers]
     found[path] = Source(names, transpose, int(path[2] in family.single))

@@ -17,6 +17,9 @@ class GroupedQuery:
     bias: the projections to queries, keys and values have one.
     out_bias: the projection back has one.
     window: a query sees so many tokens, itself the last of them; ``None``: its whole request.
+    gated: what is mixed counts as often as a sigmoid of the token says, channel by channel; the
+      projection to queries makes both, head by head.
+    sinks: every head has one more score, a parameter, whose share of the attention is lost.
   """
 
   num_heads: int
@@ -26,6 +29,8 @@ class GroupedQuery:
   bias: bool = False
   out_bias: bool = False
   window: int | None = None
+  gated: bool = False
+  sinks: bool = False
 
   @property
   def scale(self) -> float:
@@ -60,4 +65,28 @@ class Latent:
   latent_norm_eps: float = 1e-6
 
 
-Mixer = GroupedQuery | Latent
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+  """Linear attention by the gated delta rule: a state of one size, however long the request.
+
+  Attributes:
+    num_heads: H, of values, each with a state.
+    num_key_heads: N, of queries and keys, a divisor of H.
+    key_dim: C, channels of a query or key.
+    value_dim: V, channels of a value.
+    conv_width: tokens that the convolution of queries, keys and values sees.
+  """
+
+  num_heads: int
+  num_key_heads: int
+  key_dim: int
+  value_dim: int
+  conv_width: int
+
+  @property
+  def conv_dim(self) -> int:
+    """Channels of the convolution: queries, keys and values of all heads."""
+    return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+
+Mixer = GroupedQuery | Latent | GatedDelta

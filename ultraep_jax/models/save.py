@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from ultraep_jax.config import check_int
@@ -52,7 +54,7 @@ def save(
 ) -> None:
   """Writes a model under the names and in the layout that the Hugging Face Hub has.
 
-  Every process writes the tensors that its own devices hold, one shard of one parameter at a time
+  Every process writes the tensors that its own devices hold, one layer of one parameter at a time
   in host memory; the folder is whole when all have returned. Weights that were quantised are
   written as the model holds them, and the new ``config.json`` names no quantisation.
 
@@ -68,7 +70,7 @@ def save(
     file_bytes: of tensors in a file; a larger tensor has a file of its own.
 
   Raises:
-    ValueError: ``like`` is of another model, or a parameter is divided within a tensor.
+    ValueError: ``like`` is of another model, or a tensor is divided over processes.
     FileExistsError: the folder has weights.
     FileNotFoundError: ``like`` has no configuration, or no tensors and ``dtype`` is ``"stored"``.
     OSError: a file cannot be read or written.
@@ -105,7 +107,7 @@ def _parts(
   def dtype_of(name: str, held: np.dtype) -> np.dtype:
     if dtype == "stored":
       tensor = checkpoint.tensors.get(name) if checkpoint else None
-      kept = None if tensor is None or tensor.is_fp8 else tensor.dtype
+      kept = None if tensor is None or tensor.is_quantized else tensor.dtype
       return held if kept is None else kept
     keeps = dtype is None or not jnp.issubdtype(held, jnp.floating)
     return held if keeps else jnp.dtype(dtype)
@@ -127,23 +129,25 @@ def _parts(
   for name in rest:
     if checkpoint is not None and name not in parts:
       tensor = checkpoint.tensors[name]
-      held = np.dtype(jnp.bfloat16) if tensor.is_fp8 else tensor.dtype
+      held = np.dtype(jnp.bfloat16) if tensor.is_quantized else tensor.dtype
       assert held is not None
       parts[name] = _Part(Form(tensor.shape, dtype_of(name, held)), 0)
   return parts
 
 
 def _owners(array: jax.Array, lead: int, path: Path) -> np.ndarray:
-  """For each place along the leading axes, the first process that holds its tensor whole."""
-  owners = np.full(array.shape[:lead], -1)
+  """For each place along the leading axes, the first process whose devices hold its tensor."""
   places = array.sharding.devices_indices_map(array.shape)
-  for device, index in sorted(places.items(), key=lambda item: -item[0].process_index):
-    ranges = _ranges(index, array.shape)
-    if all(len(r) == n for r, n in zip(ranges[lead:], array.shape[lead:], strict=True)):
-      owners[np.ix_(*ranges[:lead])] = device.process_index
+  parts = {(d.process_index, _ranges(index, array.shape)) for d, index in places.items()}
+  owners = np.full(array.shape[:lead], -1)
+  for process in sorted({process for process, _ in parts}, reverse=True):
+    held = np.zeros(owners.shape, np.int64)
+    for ranges in {ranges for of, ranges in parts if of == process}:
+      held[np.ix_(*ranges[:lead])] += math.prod(map(len, ranges[lead:]))
+    owners[held == math.prod(array.shape[lead:])] = process
   if (owners < 0).any():
     raise ValueError(
-      f"{'.'.join(map(str, path))}: expected tensors that lie on one device whole, got sharding "
+      f"{'.'.join(map(str, path))}: expected tensors that one process holds whole, got sharding "
       f"{array.sharding}"
     )
   return owners
@@ -200,20 +204,36 @@ def _write(
 
 
 def _tensors(array: jax.Array, source: Source) -> Iterator[tuple[str, np.ndarray]]:
-  """The tensors of a parameter that this process's devices hold whole, perhaps several times."""
+  """The tensors of a parameter that this process's devices hold, a layer at a time."""
   names = source.array()
-  seen: set[Ranges] = set()
-  for shard in array.addressable_shards:
-    ranges = _ranges(shard.index, array.shape)
-    whole = zip(ranges[names.ndim :], array.shape[names.ndim :], strict=True)
-    if ranges in seen or not all(len(r) == n for r, n in whole):
+  for first in range(len(names)) if names.ndim else [None]:
+    # Every process takes the same parts of the array in the same order.
+    one = array if first is None else lax.dynamic_index_in_dim(array, first, keepdims=False)
+    of_one = names if first is None else np.asarray(names[first], object)
+    parts = {_ranges(shard.index, one.shape): shard.data for shard in one.addressable_shards}
+    values = {ranges: np.asarray(part) for ranges, part in parts.items()}
+    for place in np.ndindex(of_one.shape):
+      tensor = _assembled(values, place, one.shape[of_one.ndim :])
+      if tensor is not None:
+        yield str(of_one[place]), tensor.swapaxes(-1, -2) if source.transpose else tensor
+
+
+def _assembled(
+  parts: Mapping[Ranges, np.ndarray], place: tuple[int, ...], shape: tuple[int, ...]
+) -> np.ndarray | None:
+  """The tensor at a place along the leading axes of an array whose parts these are, if all are."""
+  out, held = np.empty(0), 0
+  for ranges, values in parts.items():
+    lead, rest = ranges[: len(place)], ranges[len(place) :]
+    if not all(p in r for p, r in zip(place, lead, strict=True)):
       continue
-    seen.add(ranges)
-    values = np.asarray(shard.data)
-    for place in np.ndindex(values.shape[: names.ndim]):
-      tensor: Any = values[place]
-      name = names[tuple(r[p] for r, p in zip(ranges, place, strict=False))]
-      yield str(name), tensor.swapaxes(-1, -2) if source.transpose else tensor
+    part: Any = values[tuple(p - r.start for p, r in zip(place, lead, strict=True))]
+    if part.shape == shape:
+      return part
+    out = np.empty(shape, part.dtype) if not held else out
+    out[tuple(slice(r.start, r.stop) for r in rest)] = part
+    held += part.size
+  return out if held == math.prod(shape) else None
 
 
 def _write_beside(

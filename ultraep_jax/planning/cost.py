@@ -103,8 +103,8 @@ def cost_on(
 ) -> LayerCost:
   """What balancing a layer costs on such devices.
 
-  On devices of which nothing is known, such as CPUs, copies weigh nothing: the planner balances
-  as well as it can, with as few copies as that takes.
+  Copies weigh nothing on devices without a description, such as CPUs. The planner then balances as
+  well as it can, with as few copies as that takes.
 
   Args:
     device: the description.

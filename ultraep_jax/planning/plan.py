@@ -37,7 +37,7 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   rank has the mean rounded up. Taken is, with ties to fewer replicas, then to fewer ``copies``,
   then to the less busy rank, then to the first candidate:
 
-  - ``objective="balance"``: the candidate with the least busiest load;
+  - ``objective="balance"``: the candidate with the lowest maximum load;
   - ``objective="time"``: of the candidates whose busiest load is at most ``capacity_rows``, or of
     all if there are none, the least cost in rows, ``busiest + copy_rows * copies``, saturating at
     2^31 − 1;

@@ -1,35 +1,7 @@
-"""Tables for a terminal."""
-
-from collections.abc import Sequence
+"""What commands print of a simulation."""
 
 from ultraep_jax.devices.device import Device
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-  """Columns that line up; numbers to the right, ``None`` as a dash.
-
-  >>> print(table(["what", "value"], [["one", 1.0], ["two", None]]))
-  what  value
-  one    1.00
-  two       –
-  """
-  cells = [list(header), *([_cell(value) for value in row] for row in rows)]
-  widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-  right = [any(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
-  lines = []
-  for row in cells:
-    padded = [
-      cell.rjust(width) if numeric else cell.ljust(width)
-      for cell, width, numeric in zip(row, widths, right, strict=True)
-    ]
-    lines.append("  ".join(padded).rstrip())
-  return "\n".join(lines)
-
-
-def _cell(value: object) -> str:
-  if value is None:
-    return "–"
-  return f"{value:.2f}" if isinstance(value, float) else str(value)
+from ultraep_jax.tables import table
 
 
 def percent(value: float | None) -> float | None:

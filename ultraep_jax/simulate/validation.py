@@ -73,7 +73,7 @@ def _replication() -> list[Point]:
     placed = Placed(ones, ones, ones, ones * copies, ones, ones[:, 0] * copies, ones[:, 0], ones)
     placed = placed._replace(depth=np.array([depth]))
     seconds = float(copy_seconds(setting, placed)[0])
-    source = "docs/benchmarks.md, Replication"
+    source = "docs/lab/kernels.md, Replication"
     result.append(Point(f"H200 replicate, {what}", measured * 1e-6, seconds, source, fitted))
   return result
 
@@ -93,7 +93,7 @@ def _portable_layer() -> list[Point]:
   result = []
   for name, (forward, both) in measured.items():
     outcome = outcomes[name]
-    source = "docs/benchmarks.md, The portable operations on H200"
+    source = "docs/lab/portable.md, The portable operations on H200"
     seconds = float(outcome.forward.total.mean())
     result.append(Point(f"H200 portable layer, {name}, forward", forward * 1e-3, seconds, source))
     seconds = float(outcome.seconds.mean())

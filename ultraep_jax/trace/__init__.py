@@ -20,6 +20,7 @@ of the router choices that Megatron-LM wrote.
 [[1, 2, 1, 0]]
 """
 
+from ultraep_jax.trace.choices import read_choices as read_choices
 from ultraep_jax.trace.format import TraceError as TraceError
 from ultraep_jax.trace.megatron import import_megatron as import_megatron
 from ultraep_jax.trace.reader import Trace as Trace

@@ -51,6 +51,8 @@ def summarise(trace: Trace) -> dict[str, Any]:
 
 def trace_advice(trace: Trace) -> list[str]:
   """What keeps the least even record uneven, and what would help."""
+  if not len(trace):
+    return []
   worst = int(np.argmax(trace.imbalance_after_N))
   return advice.of_load(
     trace.load_NGE[worst],
@@ -59,6 +61,13 @@ def trace_advice(trace: Trace) -> list[str]:
     slots=trace.manifest.replica_slots,
     rounds=int(trace.rounds_N.max()),
   )
+
+
+def in_words(value: Any) -> str:
+  """A value of the metadata, as people read it."""
+  if isinstance(value, dict):
+    return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+  return str(value)
 
 
 def percentiles(values: np.ndarray) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Times the first matmul of forward with copies of weights before it, and beside it.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench beside``. Of a layer only the gated matmul
+Run on every GPU of a host: ``ultraep bench beside``. Of a layer only the gated matmul
 is run, on the rows that a plan gives every rank. What is exposed is the time over that of the same
 matmul with copies that are there already; all run in turn.
 """

@@ -1,6 +1,6 @@
 """Measures the training of a whole MoE transformer: balanced, not balanced, and forced equal.
 
-``python -m ultraep_jax bench train`` on every GPU of a host. A model of 3.8 billion parameters
+``ultraep bench train`` on every GPU of a host. A model of 3.8 billion parameters
 first learns from text for some hundred steps, so that its router is one; then the variants train
 in turn on the same batches, with a learning rate of 0, which does all the work of a step and
 leaves the parameters the same for all. A selection bias on the router's experts forces further

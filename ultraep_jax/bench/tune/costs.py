@@ -1,6 +1,6 @@
 """Measures what the planner weighs on the GPUs here, and writes it into their description.
 
-Run ``python -m ultraep_jax bench costs --write FILE``: rates of experts' matmuls by width and the
+Run ``ultraep bench costs --write FILE``: rates of experts' matmuls by width and the
 gap of a launch, on several GPUs also copies alone and beside a matmul, and what a layer that may
 copy takes more than one that cannot. Programs that are compared run in turn.
 """
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
       (balance_runs, balance_facts),
     ):
       values |= read(_medians(make(mesh, args.calls), args))
-  source = f"python -m ultraep_jax bench costs, {datetime.date.today()}, jax {jax.__version__}"
+  source = f"ultraep bench costs, {datetime.date.today()}, jax {jax.__version__}"
   facts = {name: Fact(value, FACTS[name][0], "measured", source) for name, value in values.items()}
   matmuls = [each._replace(source=f"{source}; {each.source}") for each in matmuls]
   for name, fact in facts.items():

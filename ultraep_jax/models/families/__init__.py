@@ -9,11 +9,14 @@ from ultraep_jax.models.families.dots1 import DOTS1
 from ultraep_jax.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from ultraep_jax.models.families.family import Family as Family
 from ultraep_jax.models.families.glm4_moe import GLM4_MOE
+from ultraep_jax.models.families.gpt_oss import GPT_OSS
 from ultraep_jax.models.families.kimi_k2 import KIMI_K2
 from ultraep_jax.models.families.minimax_m2 import MINIMAX_M2
 from ultraep_jax.models.families.mixtral import MIXTRAL
 from ultraep_jax.models.families.olmoe import OLMOE
+from ultraep_jax.models.families.qwen2_moe import QWEN2_MOE
 from ultraep_jax.models.families.qwen3_moe import QWEN3_MOE
+from ultraep_jax.models.families.qwen3_next import QWEN3_NEXT
 from ultraep_jax.models.hf_fields import wrong
 
 FAMILIES = {
@@ -23,11 +26,14 @@ FAMILIES = {
     DOTS1,
     ERNIE4_5_MOE,
     GLM4_MOE,
+    GPT_OSS,
     KIMI_K2,
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
+    QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
   )
 }
 

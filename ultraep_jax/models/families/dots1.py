@@ -12,7 +12,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
   bias = fields.flag(hf, "attention_bias", False)
   layers = common.num_layers(hf)
   first = fields.integer(hf, "max_window_layers", 62, minimum=0)
-  windows = common.windows(hf, [layer >= first for layer in range(layers)])
+  slides = hf.get("sliding_window") is not None
+  windows = common.windows(hf, [slides and layer >= first for layer in range(layers)])
   attention = [
     common.grouped_query(hf, qk_norm="head", bias=bias, out_bias=bias, window=window)
     for window in windows

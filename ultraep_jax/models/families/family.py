@@ -53,8 +53,10 @@ class Family:
       ``model.layers.{layer}.``; ``x_bias`` without a line of its own is the bias beside ``x``.
     dense: those of a dense MLP.
     moe: those of a mixture; ``{expert}`` where each expert has one.
+    untransposed: parameters of mixtures whose tensors are ``[..., in, out]``, as in memory.
     single: parameters whose tensors have an axis of size 1 before all others.
     tied_embeddings: where ``tie_word_embeddings`` is missing.
+    quantization: the ``quant_method`` that its weights may have: ``"fp8"`` or ``"mxfp4"``.
     ignored: patterns (``fnmatch``) of tensors that prefill does not need.
   """
 
@@ -63,8 +65,10 @@ class Family:
   mixer: Mapping[str, str]
   dense: Mapping[str, str]
   moe: Mapping[str, str]
+  untransposed: frozenset[str] = frozenset()
   single: frozenset[str] = frozenset()
   tied_embeddings: bool = False
+  quantization: str = "fp8"
   ignored: tuple[str, ...] = ()
 
 
@@ -85,6 +89,8 @@ def grouped_query(
   bias: bool = False,
   out_bias: bool = False,
   window: int | None = None,
+  gated: bool = False,
+  sinks: bool = False,
 ) -> GroupedQuery:
   heads = fields.integer(hf, "num_attention_heads")
   key_heads = fields.integer(hf, "num_key_value_heads", heads)
@@ -98,6 +104,8 @@ def grouped_query(
     bias=bias,
     out_bias=out_bias,
     window=window,
+    gated=gated,
+    sinks=sinks,
   )
 
 
@@ -111,9 +119,7 @@ def windows(hf: Mapping[str, Any], slides: Sequence[bool]) -> list[int | None]:
   names = {"full_attention": False, "sliding_attention": True}
   if (kinds := fields.kinds(hf, "layer_types", len(slides), tuple(names))) is not None:
     slides = [names[kind] for kind in kinds]
-  size = None if hf.get("sliding_window") is None else fields.integer(hf, "sliding_window")
-  if size is None and kinds is not None and any(slides):
-    raise fields.wrong("sliding_window", "a size, as layers slide", None)
+  size = fields.integer(hf, "sliding_window") if any(slides) else None
   return [size if slide else None for slide in slides]
 
 
