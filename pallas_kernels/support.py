@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 Array = jax.Array
+AxisName = str | tuple[str, ...]  # of a mesh, or of several as one, the first one slowest
 
 _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
@@ -98,7 +99,7 @@ def _ask_device(attribute: str, otherwise: int) -> int:
   return getattr(device, attribute, otherwise) if device.platform == "gpu" else otherwise
 
 
-def check_mesh(axis_name: str) -> None:
+def check_mesh(axis_name: AxisName) -> None:
   """Checks that the enclosing ``shard_map`` is one that remote references work in.
 
   Raises:

@@ -1,7 +1,9 @@
 """Checks of a layer's arguments at trace time; every error says what was expected and got."""
 
+import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,8 +13,8 @@ from jax.core import Tracer
 
 from ultraep_jax.activations import GatedUnit
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.mesh import Mesh
-from ultraep_jax.types import Array, ExpertWeights, Layout, Plan
+from ultraep_jax.mesh import Mesh, axis_size
+from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout, Plan
 
 
 def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) -> None:
@@ -155,7 +157,7 @@ def check_layer(
   activation: Any,
   config: BalanceConfig,
   mesh: Mesh,
-  axis_name: str,
+  axis_name: AxisName,
   token_axes: tuple[str, ...] | None,
 ) -> None:
   """Checks the arguments of ``sharded_moe``, or without ``token_axes`` of ``moe``, all at once.
@@ -175,11 +177,42 @@ def check_layer(
   check_array("gate", gate, expert_index.shape, jnp.floating)
   check_weights(weights, "M" if local else "E", x.shape[-1])
   check_activation(activation, weights.layout, (8, weights.wo.shape[1]), x.dtype)
-  num_ranks = mesh.shape[axis_name]
+  num_ranks = axis_size(mesh, axis_name)
   tokens = math.prod(x.shape[:-1]) // (1 if local else check_divides(x, mesh, token_axes))
   num_experts = weights.wo.shape[0] * (num_ranks if local else 1)
   check_sizes(tokens, expert_index.shape[-1], num_experts, num_ranks, config)
   check_expert_index(expert_index, num_experts)
+
+
+def check_inner_axis(
+  weights: ExpertWeights, mesh: Mesh, inner_axis: str, token_axes: tuple[str, ...]
+) -> None:
+  """Raises ValueError unless F can be divided over a mesh axis that no token is divided over."""
+  others = tuple(axis for axis in mesh.axis_names if axis not in token_axes)
+  if inner_axis not in others:
+    raise ValueError(
+      f"inner_axis: expected a mesh axis of {others}, those without tokens, got {inner_axis!r}"
+    )
+  if weights.layout is Layout.FUSED:
+    raise ValueError(
+      "weights.layout: expected one whose columns can be divided (apart, interleaved or ungated) "
+      f"with inner_axis={inner_axis!r}, got fused"
+    )
+  if weights.wo.shape[1] % mesh.shape[inner_axis]:
+    raise ValueError(
+      f"weights.wo: expected F divisible by {mesh.shape[inner_axis]} (mesh axis {inner_axis!r}), "
+      f"got {weights.wo.shape[1]}"
+    )
+
+
+@contextlib.contextmanager
+def arguments_of(function: str) -> Iterator[None]:
+  """Notes on errors whose arguments they are about."""
+  try:
+    yield
+  except (TypeError, ValueError) as error:
+    error.add_note(f"(an argument of {function})")
+    raise
 
 
 def check_divides(x: Array, mesh: Mesh, token_axes: tuple[str, ...]) -> int:

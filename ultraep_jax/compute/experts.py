@@ -19,7 +19,7 @@ from ultraep_jax.compute.grouped import (
   wgrad_beside,
 )
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.types import Array, ExpertWeights, Layout
+from ultraep_jax.types import Array, ExpertWeights
 
 # What backward needs of the experts' forward: the rows times ``ExpertWeights.projections``, biases
 # added, ``[C, F]`` or ``[C, 2F]`` each.
@@ -98,38 +98,25 @@ def _gated_kernel(
   keep_hidden: bool,
   tunings: Tunings,
 ) -> tuple[Array, Hidden | None, ExpertWeights]:
-  if home.layout is not Layout.APART or home.projection_biases:
-    raise NotImplementedError("weights: expected gate and up apart, without biases")
-  if isinstance(activation, activations.GatedUnit):
-    raise NotImplementedError("activation: expected a function of one argument")
-  arguments = group_size_P, activation
-  homes = home.projections
-  operation, widths = "gated" if keep_hidden else "gated only", homes[0].shape[1:]
+  widths = home.wo.shape[2], home.wo.shape[1]
+  operation = "gated" if keep_hidden else "gated only"
   tuning = tunings.find(operation, *widths)
+  arguments = group_size_P, activations.unit(activation, home.layout)
+  options: Any = {"columns": str(home.layout), "keep_hidden": keep_hidden, "tuning": tuning}
   if (copying := replicas.copying()) is None:
     copies = replicas.copies()
-    gated = kernels.gated_matmul(
-      rows_CD,
-      *homes,
-      *copies.projections,
-      *arguments,
-      keep_hidden=keep_hidden,
-      tuning=tuning,
-    )
+    operands = rows_CD, _projections(home), _projections(copies)
+    gated = kernels.gated_matmul(*operands, *arguments, **options)
   else:
-    gated, copies = kernels.gated_beside(
-      copying,
-      lambda copies: copies.projections,
-      rows_CD,
-      *homes,
-      *arguments,
-      keep_hidden=keep_hidden,
-      tuning=tunings.find(f"{operation} beside", *widths),
-      replica_tuning=tuning,
-    )
-  inner_CF, gate_CF, up_CF = gated
-  hidden = None if gate_CF is None or up_CF is None else (gate_CF, up_CF)
-  return inner_CF, hidden, copies
+    options["tuning"] = tunings.find(f"{operation} beside", *widths)
+    options["replica_tuning"] = tuning
+    operands = copying, _projections, rows_CD, _projections(home)
+    gated, copies = kernels.gated_beside(*operands, *arguments, **options)
+  return gated.inner_CN, gated.hidden if keep_hidden else None, copies
+
+
+def _projections(weights: ExpertWeights) -> "kernels.Projections":
+  return kernels.Projections(weights.projections, weights.projection_biases)
 
 
 def _gated(

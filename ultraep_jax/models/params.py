@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from ultraep_jax.block import param_axes, param_shapes
 from ultraep_jax.mesh import is_explicit
 from ultraep_jax.models.config import GroupedQuery, Latent, ModelConfig
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, AxisName
 
 AXIS = "expert"  # of the mesh, over which experts lie
 Path = tuple[Any, ...]  # of names and indices
@@ -28,7 +28,7 @@ class Spec(NamedTuple):
   """
 
   shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
+  axes: tuple[AxisName | None, ...]
   kind: Literal["matrix", "scale", "bias"] = "matrix"
   float32: bool = False
 

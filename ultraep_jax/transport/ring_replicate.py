@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
-from ultraep_jax.types import Array
+from ultraep_jax.mesh import axes_of, mesh_max, to_varying, varying_axes
+from ultraep_jax.types import Array, AxisName
 
 
-def replicate[T](home: T, replica_expert_GS: Array, axis_name: str, domain_size: int | None) -> T:
+def replicate[T](
+  home: T, replica_expert_GS: Array, axis_name: AxisName, domain_size: int | None
+) -> T:
   """As ``replicate.replicate``; empty slots are zero."""
   num_slots = replica_expert_GS.shape[1]
-  axes = varying_axes(home, replica_expert_GS) | {axis_name}
+  axes = varying_axes(home, replica_expert_GS) | {*axes_of(axis_name)}
   replica = jax.tree.map(
     lambda leaf: to_varying(jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), axes), home
   )
@@ -44,14 +46,14 @@ def replicate[T](home: T, replica_expert_GS: Array, axis_name: str, domain_size:
 
 
 def reduce_replicas[T](
-  replica: T, home: T, replica_expert_GS: Array, axis_name: str, domain_size: int | None
+  replica: T, home: T, replica_expert_GS: Array, axis_name: AxisName, domain_size: int | None
 ) -> T:
   """As ``replicate.reduce_replicas``; the gradients of the next rank of the ring come first."""
   if not replica_expert_GS.shape[1]:
     return home
   num_home = jax.tree.leaves(home)[0].shape[0]
   ring = _Ring.of(replica_expert_GS, num_home, axis_name, domain_size)
-  axes = varying_axes(replica, home, replica_expert_GS) | {axis_name}
+  axes = varying_axes(replica, home, replica_expert_GS) | {*axes_of(axis_name)}
 
   def hop(i: Array, carry: tuple[T, T]) -> tuple[T, T]:
     replica, home = carry
@@ -72,7 +74,7 @@ def reduce_replicas[T](
 class _Ring:
   """The ranks of this rank's domain in a ring, and how far the plan's copies travel on it."""
 
-  axis_name: str
+  axis_name: AxisName
   size: int
   num_home: int
   rank: Array
@@ -80,7 +82,7 @@ class _Ring:
 
   @classmethod
   def of(
-    cls, replica_expert_GS: Array, num_home: int, axis_name: str, domain_size: int | None
+    cls, replica_expert_GS: Array, num_home: int, axis_name: AxisName, domain_size: int | None
   ) -> "_Ring":
     num_ranks = replica_expert_GS.shape[0]
     size = num_ranks if domain_size is None else domain_size
