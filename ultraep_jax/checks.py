@@ -124,7 +124,7 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   if gated and layout is Layout.UNGATED:
     raise TypeError("activation: expected a function of one argument (ungated), got a GatedUnit")
   arguments = [jax.ShapeDtypeStruct(shape, jnp.float32 if gated else dtype)] * (2 if gated else 1)
-  _check_arity(function, gated, len(arguments))
+  _check_arity(function, gated)
   traced, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
   for value in traced.consts:
     if isinstance(value, Tracer):
@@ -135,18 +135,28 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   check_array("activation's result", out, shape, jnp.floating)
 
 
-def _check_arity(function: Any, gated: bool, count: int) -> None:
+def _check_arity(function: Any, gated: bool) -> None:
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):
     return  # of some builtins nothing is known before they are called
+  takes = [_takes(signature, count) for count in (1, 2)]
+  of_any = any(x.kind is x.VAR_POSITIONAL for x in signature.parameters.values())
+  # Where the second argument may be left out, it is no projection: ``gelu(x, approximate=True)``.
+  if of_any or (takes[1] and not takes[0] if gated else takes[0]):
+    return
+  expected = "a GatedUnit of a function of (gate, up)" if gated else "a function of one argument"
+  advice = "" if gated else "; ultraep_jax.GatedUnit(function) makes one of (gate, up)"
+  name = getattr(function, "__name__", type(function).__name__)
+  raise TypeError(f"activation: expected {expected}, got {name}{signature}{advice}")
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
   try:
     signature.bind(*range(count))
-  except TypeError as error:
-    expected = "a GatedUnit of a function of (gate, up)" if gated else "a function of one argument"
-    advice = "" if gated else "; ultraep_jax.GatedUnit(function) makes one of (gate, up)"
-    name = getattr(function, "__name__", type(function).__name__)
-    raise TypeError(f"activation: expected {expected}, got {name}{signature}{advice}") from error
+  except TypeError:
+    return False
+  return True
 
 
 def check_layer(

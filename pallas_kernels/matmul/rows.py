@@ -73,6 +73,9 @@ def multiply_rows(
   capacity, cols, num_home = check(contractions, group_size_P, slots, transpose_rhs, biases)
   weights = contractions[0].weights
   tuning = tuning or layout.make_room(beside is not None)
+  if biases and weights > 1 and tuning.schedule == "deferred":
+    # Registers do not hold both biases beside the sums of two tiles.
+    tuning = dataclasses.replace(tuning, schedule="together")
   unit = 2 * UNIT if any(result.pairs for result in results) else UNIT
   layout.expect_multiple("N", cols, unit)
   tile = layout.choose_tile(_MOST_ROWS, cols, weights, tuning, unit)
