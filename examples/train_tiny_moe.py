@@ -10,10 +10,9 @@ The text is what every Python carries: the manual's topics and the standard libr
   python examples/train_tiny_moe.py --checkpoint-dir runs/state           # and, to go on:
   python examples/train_tiny_moe.py --checkpoint-dir runs/state --resume
 
-  python examples/train_tiny_moe.py --trace runs/trace  # and, to look at every step's loads:
-  python -m ultraep_jax view runs/trace --serve
 
-In the folder --out it writes metrics.jsonl, a line per step, and training.png.
+In the folder --out it writes metrics.jsonl (a line per step), events for TensorBoard, training.png
+and trace, the loads of every layer in every step: ultraep view runs/tiny_moe/trace
 """
 
 import argparse
@@ -70,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
           args.checkpoint_dir, args.checkpoint_every, args.resume
         )
         stack.enter_context(manager)
-      recorder = None
-      if args.trace:
-        recorder = stack.enter_context(report.open_trace(args.trace, settings, args.resume))
+      folder, recorder = report.trace_folder(args.trace, args.out, settings), None
+      if folder is not None:
+        recorder = stack.enter_context(
+          report.open_trace(folder, settings, args.resume, replace=args.trace is None)
+        )
       args.out.mkdir(parents=True, exist_ok=True)
       results = run(settings, args.out, manager, args.resume, recorder)
   except SettingsError as error:
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   for name, value in results.items():
     if name != "history":
       print(f"{name:>18}  {value:.4f}")
+  print(report.what_next(args.out, folder))
   return results
 
 
@@ -102,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
   add = parser.add_argument
   add("--out", type=pathlib.Path, default=pathlib.Path("runs/tiny_moe"), help="folder for results")
-  add("--trace", type=pathlib.Path, help="record every layer's loads here")
+  add("--trace", type=pathlib.Path, help="record every layer's loads here (default: OUT/trace)")
   add("--checkpoint-dir", type=pathlib.Path, help="save the run's state here")
   add("--checkpoint-every", type=int, default=100, help="steps (default: 100)")
   add("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -140,20 +142,26 @@ def run(
 ) -> dict[str, Any]:
   """All steps of the run on the mesh in context, then its figure and summary."""
   text, held_out = load_text()
+  mesh = dict(jax.sharding.get_mesh().shape)
+  print(f"{settings.strategy} on {jax.default_backend()}, mesh {mesh}; compiling takes a minute")
   training = make_training(settings)
   state, first_step = training.state, 0
   if manager is not None and resume:
     state, first_step = checkpoints.restore(manager, state, settings)
   history, file = report.open_metrics(out / "metrics.jsonl", first_step)
-  mesh = dict(jax.sharding.get_mesh().shape)
-  print(f"{settings.strategy} on {jax.default_backend()}, mesh {mesh}; the first step compiles")
-  with file, tqdm(total=settings.steps, initial=first_step, unit="step") as bar:
+  with (
+    file,
+    report.open_scalars(out, first_step) as scalars_file,
+    tqdm(total=settings.steps, initial=first_step, unit="step") as bar,
+  ):
+    bar.set_postfix_str("compiling")
     for step in range(first_step, settings.steps):
       started = time.perf_counter()
       state, scalars, stats = training.step(state, microbatches(text, settings, step))
       scalars = jax.device_get(scalars)
       history.append(report.record_of(step, time.perf_counter() - started, scalars))
       report.write(file, history[-1])
+      report.write_scalars(scalars_file, history[-1])
       if recorder is not None:
         recorder.record(step, stats, axes=("microbatch", "group"))
       if manager is not None:

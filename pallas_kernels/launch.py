@@ -25,6 +25,7 @@ def launch(
   out_type: Sequence[Any],
   updated: Sequence[Array] = (),
   reaches_others: bool = False,
+  generations: Sequence[int] = support.EITHER,
   kernel_name: str,
   scratch_types: Sequence[Any] = (),
   **options: Any,
@@ -41,6 +42,7 @@ def launch(
     updated: arrays that the kernel changes in place, in their memory if nothing else needs them;
       what it does not write stays.
     reaches_others: whether it writes into the memory of other GPUs.
+    generations: of GPUs that have its instructions, as in ``support.NEEDS``.
     kernel_name: in traces.
     scratch_types: as ``plgpu.kernel`` takes them; see ``check_shared``.
     options: further ones of ``plgpu.kernel``.
@@ -49,8 +51,9 @@ def launch(
     The results, then the updated arrays.
 
   Raises:
-    NotImplementedError: a block has not enough shared memory.
+    NotImplementedError: the device lacks its instructions, or a block has not enough shared memory.
   """
+  support.check_instructions(kernel_name, generations)
   check_shared(kernel_name, scratch_types)
   kernel = plgpu.kernel(
     body, out_type=list(out_type), scratch_types=scratch_types, kernel_name=kernel_name, **options

@@ -3,8 +3,8 @@
 import collections
 import ctypes
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,41 +14,77 @@ AxisName = str | tuple[str, ...]  # of a mesh, or of several as one, the first o
 _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
 _SMS, _SHARED_BYTES = 132, 227 * 1024
-_HOPPER = "9"  # the matmuls are of its instructions, which Blackwell lacks
 _NCCL_ACROSS_PROCESSES = (2, 29)  # has ncclGetPeerDevicePointer, through which XLA finds peers
+_GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # by the major number of the compute capability
+
+
+class Needs(NamedTuple):
+  """What the kernels of an operation need; of shared memory, ``launch`` checks how much.
+
+  Attributes:
+    generations: of GPUs that have their instructions, by major compute capability.
+    reaches_others: whether they write into the memory of other GPUs.
+  """
+
+  generations: tuple[int, ...]
+  reaches_others: bool = False
+
+
+# Bulk copies, mbarriers and clusters. On Blackwell these kernels were compiled and never run.
+EITHER = (9, 10)
+WGMMA = (9,)  # Blackwell multiplies by other instructions
+NEEDS: Mapping[str, Needs] = {
+  "choose": Needs(EITHER),
+  "plan": Needs(EITHER),
+  "route": Needs(EITHER),
+  "replicate": Needs(EITHER, reaches_others=True),
+  "exchange": Needs(EITHER, reaches_others=True),
+  "matmul": Needs(WGMMA),
+}
 
 
 def why_unsupported(
-  devices: Sequence[Any], jax_version: tuple[int, ...] = jax.__version_info__
+  operation: str, device: Any, jax_version: tuple[int, ...] = jax.__version_info__
 ) -> str | None:
-  """Why kernels that reach other GPUs' memory cannot run on these ``jax`` devices, else ``None``.
-
-  That the GPUs are joined by NVLink cannot be asked of JAX and is not checked.
-  """
+  """Why the kernels of an operation of ``NEEDS`` cannot run on a JAX device, else ``None``."""
   low, high = _JAX_VERSIONS
   if not low <= tuple(jax_version) < high:
     return f"the kernels need jax >= 0.11.2 and < 0.13, this is {jax.__version__}"
-  kinds = sorted({device.device_kind for device in devices})
-  if any(device.platform != "gpu" for device in devices):
-    return f"the kernels need NVIDIA GPUs, these are {kinds}"
+  if device.platform != "gpu":
+    return f"the kernels need NVIDIA GPUs, this is a {device.device_kind}"
+  return _why_not_compiled(NEEDS[operation].generations, device)
+
+
+def _why_not_compiled(generations: Sequence[int], device: Any) -> str | None:
   # AMD devices have names such as "gfx942" here.
-  capabilities = {str(getattr(device, "compute_capability", "")) for device in devices}
-  if any(capability.partition(".")[0] != _HOPPER for capability in capabilities):
-    return f"the kernels need Hopper GPUs, these are {kinds}"
+  major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+  if major in map(str, generations):
+    return None
+  names = " or ".join(_GENERATIONS[generation] for generation in generations)
+  return f"the kernels need {names} GPUs, this is a {device.device_kind}"
+
+
+def why_unreachable(devices: Sequence[Any], size: int) -> str | None:
+  """Why kernels cannot reach the memory of all GPUs of a node, else ``None``.
+
+  That NVLink joins the GPUs cannot be asked of JAX and is not checked.
+
+  Args:
+    devices: all of JAX's.
+    size: of the mesh, which is on one node.
+  """
   per_process = collections.Counter(device.process_index for device in devices)
-  if len(per_process) == 1:
+  if len(per_process) == 1 or size == 1:
     return None
   if max(per_process.values()) > 1:
-    return "the kernels need one process that drives all GPUs, or one process for each"
-  # XLA numbers hosts, or sets of hosts that NVLink joins, by this.
-  hosts = {getattr(device, "slice_index", device.process_index) for device in devices}
-  if len(hosts) > 1:
-    return f"the kernels reach the GPUs of one host, these are of {len(hosts)}"
+    return "it reaches other GPUs, which needs one process that drives all, or one for each"
+  if size != len(devices):
+    return f"it reaches other GPUs, which needs a mesh of all {len(devices)}, this is of {size}"
   nccl = nccl_version()
   if nccl is None or nccl < _NCCL_ACROSS_PROCESSES:
     found = "no NCCL is loaded" if nccl is None else f"this is {'.'.join(map(str, nccl))}"
     return (
-      "with one process for each GPU the kernels need NCCL >= 2.29 "
+      "it reaches GPUs of other processes, which needs NCCL >= 2.29 "
       f"(pip install -U nvidia-nccl-cu13), {found}"
     )
   return None
@@ -71,9 +107,9 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 def num_sms() -> int:
   """SMs of a device of the current mesh, for which kernels are lowered, else of a default one."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None and device.platform == "gpu" and device.num_cores:
-    return device.num_cores
+  described = jax.sharding.get_abstract_mesh().abstract_device
+  if described is not None and described.platform == "gpu" and described.num_cores:
+    return described.num_cores
   return _ask_device("core_count", otherwise=_SMS)
 
 
@@ -90,13 +126,40 @@ def num_blocks(wanted: int | None) -> int:
 
 
 def shared_bytes() -> int:
-  """What a block may use of the shared memory of a default device."""
+  """What a block may use of the shared memory of such a device."""
   return _ask_device("shared_memory_per_block_optin", otherwise=_SHARED_BYTES)
 
 
 def _ask_device(attribute: str, otherwise: int) -> int:
-  device = jax.devices()[0]
-  return getattr(device, attribute, otherwise) if device.platform == "gpu" else otherwise
+  found = device()
+  return getattr(found, attribute, otherwise) if found.platform == "gpu" else otherwise
+
+
+def device() -> Any:
+  """A device like those of the current mesh, else the default one.
+
+  A mesh under a trace only says of which kind they are. Where JAX has none of that kind, as when it
+  compiles for others, it is that.
+  """
+  devices = jax.devices()
+  default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+  known = [default, *devices] if isinstance(default, jax.Device) else devices
+  described = jax.sharding.get_abstract_mesh().abstract_device
+  if described is None:
+    return known[0]
+  return next((each for each in known if each.device_kind == described.device_kind), described)
+
+
+def check_instructions(kernel_name: str, generations: Sequence[int]) -> None:
+  """Raises NotImplementedError if the device, as far as it is known, lacks a kernel's instructions.
+
+  Lowered for none, as on a CPU, every kernel is.
+  """
+  found = device()
+  if found.platform != "gpu" or not hasattr(found, "compute_capability"):
+    return
+  if reason := _why_not_compiled(generations, found):
+    raise NotImplementedError(f"{kernel_name}: {reason}")
 
 
 def check_mesh(axis_name: AxisName) -> None:

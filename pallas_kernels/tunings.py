@@ -115,9 +115,9 @@ class Tunings:
   def find(self, operation: str, *widths: int) -> Any:
     """The tuning for an operation's widths; ``None``: the kernel's own.
 
-    That of the entry with these widths; else of the nearest, of which no width is more than
-    twice or less than half of these, and whose columns divide into tiles alike (a multiple of 256
-    or not); else of the entry for any widths.
+    The entry with these widths comes first. Next is the nearest whose widths are between half and
+    twice of these, if its columns divide into tiles alike (a multiple of 256 or not). Last is the
+    entry for any widths.
     """
     mine = {entry.widths: entry for entry in self.entries if entry.operation == operation}
     near = [known for known in mine if known and _alike(operation, widths, known)]

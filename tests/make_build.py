@@ -30,9 +30,11 @@ exports_files([
 # What users depend on.
 PUBLIC = ("ultraep_jax", "models", "packed", "serve", "simulate", "pallas_kernels", "main")
 # Import name to requirement, where they differ.
-REQUIREMENTS = {"orbax": "orbax_checkpoint"}
+REQUIREMENTS = {"griffe": "griffelib", "orbax": "orbax_checkpoint"}
 # These start programs, read the checkout or build the wheel: they run where the sources are.
-IN_CHECKOUT = ("test_examples", "test_project")
+IN_CHECKOUT = ("test_docs", "test_examples", "test_project")
+# Folders whose modules and their parent's need each other: one target.
+ONE_TARGET = {"models_families": "models"}
 
 Value = str | bool | list[str]
 
@@ -70,7 +72,8 @@ def target_of(path: str) -> str:
     return "_".join(["test", *folders]) if folders else name
   if top == "pallas_kernels":
     return "_".join([top, *folders])
-  return "_".join(folders) or name
+  target = "_".join(folders) or name
+  return ONE_TARGET.get(target, target)
 
 
 def make_targets() -> list[Target]:

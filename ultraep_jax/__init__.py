@@ -19,6 +19,8 @@ from ultraep_jax.types import ExpertWeights, LayerStats, Plan, PlanCost, Routes
 if TYPE_CHECKING:
   from ultraep_jax import linen, nnx
 
+__version__ = "0.1.0"
+
 __all__ = [
   "REMAT_NAMES",
   "BalanceConfig",

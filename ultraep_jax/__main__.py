@@ -1,4 +1,4 @@
-"""``python -m ultraep_jax``: see ``ultraep_jax.cli``."""
+"""``python -m ultraep_jax`` is the command ``ultraep``: see ``ultraep_jax.cli``."""
 
 import sys
 

@@ -23,6 +23,7 @@ from ultraep_jax.stats import Measured, layer_stats
 from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats, Layout
 
 Initializer = jax.nn.initializers.Initializer
+ROUTER = ("router", "router_bias")  # always float32
 DEFAULT_CONFIG = BalanceConfig()
 DEFAULT_INIT = jax.nn.initializers.lecun_normal()
 
@@ -47,12 +48,15 @@ class MoEAux(NamedTuple):
     load_balance_loss: ``[]`` float32, 1 when the router's load is balanced.
     router_z_loss: ``[]`` float32.
     expert_load_E: ``[E]`` int32, assignments of the whole batch: what ``update_bias`` needs.
+    expert_index: ``[..., K]`` int32, the choices of every token, −1 where it is masked: what
+      another call takes to make the same.
   """
 
   stats: LayerStats
   load_balance_loss: Array
   router_z_loss: Array
   expert_load_E: Array
+  expert_index: Array
 
 
 class Routed(NamedTuple):
@@ -71,11 +75,13 @@ def apply_moe(
   mask: Array | None,
   bias_E: Array | None,
   block: Block,
+  expert_index: Array | None = None,
 ) -> tuple[Array, MoEAux]:
   """The block as a pure function of its parameters, named as in ``nnx.MoE``."""
-  y, routed, measured = measured_block(params, x, mask, bias_E, block)
+  y, routed, measured = measured_block(params, x, mask, bias_E, block, expert_index)
   losses = (routed.load_balance_loss, routed.router_z_loss)
-  return y, MoEAux(layer_stats(measured), *losses, routed.expert_load_E)
+  counted = (routed.expert_load_E, routed.expert_index)
+  return y, MoEAux(layer_stats(measured), *losses, *counted)
 
 
 def measured_block(
@@ -84,19 +90,23 @@ def measured_block(
   mask: Array | None,
   bias_E: Array | None,
   block: Block,
+  expert_index: Array | None = None,
 ) -> tuple[Array, Routed, Measured]:
   """``apply_moe``, with what ``layer_stats`` makes its statistics of."""
   gating, config, activation, dtype, axis_name, token_axes, layout = block
   check_config(config)
   check_mesh(axis_name, gating.num_experts)
   _check_tokens(x, mask, params["router"].shape[0])
+  if expert_index is not None:
+    gating_lib.check_choices(expert_index, (*x.shape[:-1], gating.num_experts_per_tok))
   x = x if dtype is None else x.astype(dtype)
   if mask is not None:
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
   mesh = jax.sharding.get_abstract_mesh()
   token_axes = resolve_token_axes(mesh, axis_name, token_axes)
   check_divides(x, mesh, token_axes)
-  routed = _route(x, params["router"], bias_E, mask, gating, config.implementation, token_axes)
+  router = _Router(params["router"], params.get("router_bias"), bias_E)
+  routed = _route(x, router, mask, expert_index, gating, config.implementation, token_axes)
   y, measured = measured_sharded_moe(
     _times(x, params, "latent_down"),
     routed.expert_index,
@@ -146,20 +156,34 @@ def _plus(x: Array, bias: Array) -> Array:
   return x + jnp.expand_dims(bias, range(x.ndim - 1))
 
 
+class _Router(NamedTuple):
+  matrix_DE: Array
+  logit_bias_E: Array | None
+  selection_bias_E: Array | None
+
+
 # Backward makes the float32 tokens and the masks of [T, K, E] again rather than keep them.
 @functools.partial(jax.checkpoint, static_argnums=(4, 5, 6))
 def _route(
   x: Array,
-  router_DE: Array,
-  bias_E: Array | None,
+  router: _Router,
   mask: Array | None,
+  expert_index: Array | None,
   gating: GatingConfig,
   implementation: Implementation,
   token_axes: tuple[str, ...],
 ) -> Routed:
-  logits = router_logits(x, router_DE)
+  logits = router_logits(x, router.matrix_DE)
+  if router.logit_bias_E is not None:
+    logits = _plus(logits, router.logit_bias_E.astype(jnp.float32))
   index, gate, scores = _choose(
-    logits, bias_E, mask, gating=gating, implementation=implementation, token_axes=token_axes
+    logits,
+    router.selection_bias_E,
+    mask,
+    expert_index,
+    gating=gating,
+    implementation=implementation,
+    token_axes=token_axes,
   )
   return Routed(
     expert_index=index,
@@ -176,6 +200,7 @@ def _choose(
   logits: Array,
   bias_E: Array | None,
   mask: Array | None,
+  expert_index: Array | None,
   *,
   gating: GatingConfig,
   implementation: Implementation,
@@ -186,14 +211,17 @@ def _choose(
   XLA would bring all of them to each device for a kernel, and sort twice without one.
   """
   by_token = P(token_axes)
+  of_tokens = (logits, mask, expert_index)
   if is_explicit():
-    logits, mask = jax.tree.map(lambda leaf: jax.reshard(leaf, by_token), (logits, mask))
+    of_tokens = jax.tree.map(lambda leaf: jax.reshard(leaf, by_token), of_tokens)
 
-  def local(logits: Array, bias_E: Array | None, mask: Array | None) -> Gating:
-    return gating_lib.gate(logits, gating, bias_E, mask, implementation=implementation)
+  def local(of_tokens: tuple[Array, Array | None, Array | None], bias_E: Array | None) -> Gating:
+    logits, mask, expert_index = of_tokens
+    return gating_lib.gate(
+      logits, gating, bias_E, mask, expert_index_TK=expert_index, implementation=implementation
+    )
 
-  specs = (by_token, P(), by_token)
-  return jax.shard_map(local, in_specs=specs, out_specs=by_token)(logits, bias_E, mask)
+  return jax.shard_map(local, in_specs=(by_token, P()), out_specs=by_token)(of_tokens, bias_E)
 
 
 @jax.custom_jvp
@@ -244,6 +272,7 @@ def param_shapes(
   layout: str = "apart",
   use_bias: bool = False,
   use_shared_gate: bool = False,
+  use_router_bias: bool = False,
   latent_dim: int | None = None,
 ) -> dict[str, tuple[int, ...]]:
   """Names and shapes of the parameters of ``MoE``, whose arguments these are.
@@ -259,6 +288,8 @@ def param_shapes(
   if use_shared_gate and not num_shared_experts:
     raise ValueError("use_shared_gate: expected num_shared_experts of at least 1, got 0")
   shapes: dict[str, tuple[int, ...]] = {"router": (embed_dim, num_experts)}
+  if use_router_bias:
+    shapes["router_bias"] = (num_experts,)
   width = embed_dim
   if latent_dim is not None:
     check_int("latent_dim", latent_dim, minimum=1)
@@ -294,11 +325,11 @@ def init_param(
   param_dtype: DTypeLike,
   axis_name: AxisName,
 ) -> Array:
-  """One ``[in, out]`` matrix, or one per expert over ``axis_name``; the router is float32.
+  """One ``[in, out]`` matrix, or one per expert over ``axis_name``; of the router in float32.
 
   Biases are zero. A matrix that holds gate and up is initialised as one of that width.
   """
-  dtype = jnp.float32 if name == "router" else param_dtype
+  dtype = jnp.float32 if name in ROUTER else param_dtype
   if name.endswith("_bias"):
     return shard(jnp.zeros(shape, dtype), P(*param_axes(name, shape, axis_name)))
   if name not in ExpertWeights._fields:

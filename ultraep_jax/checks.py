@@ -256,10 +256,7 @@ def check_sizes(
     )
   if not 1 <= top_k <= num_experts:
     raise ValueError(f"top_k: expected 1 to {num_experts} (the experts), got {top_k}")
-  if config.domain_size is not None and num_ranks % config.domain_size:
-    raise ValueError(
-      f"domain_size: expected a divisor of the {num_ranks} ranks, got {config.domain_size}"
-    )
+  config.domain_of(num_ranks)
   if num_ranks * tokens * top_k >= 1 << 31:
     raise ValueError(
       "assignments: expected ranks * tokens * top_k below 2**31 (int32 counts), "

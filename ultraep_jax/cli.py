@@ -17,8 +17,8 @@ import ultraep_jax.commands
 from ultraep_jax.tools.errors import CommandError, no_devices
 
 # Modules of ``ultraep_jax.commands``, imported when chosen.
-COMMANDS = ("demo", "plan", "trace", "view", "simulate", "paper", "bench", "doctor")
-_PROGRAM = "python -m ultraep_jax"
+COMMANDS = ("demo", "view", "trace", "recommend", "plan", "simulate", "paper", "bench", "doctor")
+_PROGRAM = "ultraep"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

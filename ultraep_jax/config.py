@@ -31,7 +31,7 @@ class BalanceConfig:
       shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner
       function ``(load_GE, config, cost) -> Plan`` such as ``strategies.eplb.planner(state)``, or
       a ``strategies.Strategy``.
-    objective: ``"balance"`` asks for the least busiest rank; ``"time"`` for the least time
+    objective: ``"balance"`` asks for the lowest maximum load; ``"time"`` for the least time
       of plans that fit one round, where copies cost what ``PlanCost`` says and doing nothing is
       a candidate.
     target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that
@@ -42,11 +42,15 @@ class BalanceConfig:
       fits is taken first, whatever its copies cost, so that a small buffer can make copies dear.
     worst_case_bytes: a rank's buffer holds the assignments of all ranks, so that no load needs a
       second round, where their tokens take at most so many bytes. Small batches do.
-    domain_size: ranks joined by scale-up links; replicas never leave a domain. Domains are
-      contiguous. ``None``: all ranks are one domain.
+    domain_size: ranks among which copies of experts are made; they never leave a domain. Domains
+      are contiguous. ``"auto"``: the ranks of a node; all of them for a planner that is called
+      without a mesh. ``None``: all ranks are one domain.
+    node_size: devices of the mesh, one after another, that scale-up links such as NVLink join. Only
+      they reach each other's memory, so kernels that write into it need a mesh of one node.
+      ``"auto"``: as JAX numbers them (``nodes.py``); ``doctor`` shows how.
     transfer: the trees that ``Plan.parent`` describes: ``"relay"`` (holders forward), ``"direct"``
       (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
-      egress). The portable implementation passes copies round a ring instead.
+      egress). The portable implementation lets homes send all copies.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
       ``None``: as ``device`` says for such weights.
     batch_invariant: a token's result does not depend on the other tokens of the batch, through
@@ -75,7 +79,8 @@ class BalanceConfig:
   min_tokens_per_replica: int = 1
   capacity_factor: float = 1.25
   worst_case_bytes: int = 64 << 20
-  domain_size: int | None = None
+  domain_size: int | Literal["auto"] | None = "auto"
+  node_size: int | Literal["auto"] = "auto"
   transfer: TransferTree = "auto"
   copy_rows: int | None = None
   batch_invariant: bool = False
@@ -88,8 +93,10 @@ class BalanceConfig:
       check_int("replica_slots", self.replica_slots, minimum=0, maximum=_MOST_SLOTS)
     check_int("worst_case_bytes", self.worst_case_bytes, minimum=0)
     check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
-    if self.domain_size is not None:
+    if self.domain_size not in ("auto", None):
       check_int("domain_size", self.domain_size, minimum=1)
+    if self.node_size != "auto":
+      check_int("node_size", self.node_size, minimum=1)
     if self.copy_rows is not None:
       check_int("copy_rows", self.copy_rows, minimum=0)
     if not isinstance(self.batch_invariant, bool):
@@ -112,6 +119,17 @@ class BalanceConfig:
         "strategy: expected a name, a planner function or a Strategy, "
         f"got {type(self.strategy).__name__}"
       )
+
+  def domain_of(self, num_ranks: int) -> int:
+    """Ranks of a domain, of so many; ``"auto"`` that no mesh has settled counts as all of them.
+
+    Raises:
+      ValueError: ``domain_size`` does not divide them.
+    """
+    size = num_ranks if self.domain_size in ("auto", None) else self.domain_size
+    if num_ranks % size:
+      raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {size}")
+    return size
 
 
 Planner = Callable[[Array, BalanceConfig, PlanCost | None], Plan]

@@ -1,4 +1,4 @@
-"""What this machine has, and which implementation ``implementation="auto"`` picks on it."""
+"""What this machine has, and what ``implementation="auto"`` picks on it for each operation."""
 
 import collections
 import dataclasses
@@ -6,12 +6,15 @@ import importlib.metadata
 import platform
 
 import jax
+import numpy as np
 
+import pallas_kernels as kernels
+from ultraep_jax import implementation, nodes
 from ultraep_jax.devices import known
-from ultraep_jax.implementation import why_portable
 
 _PACKAGES = ("ultraep-jax", "jax", "jaxlib", "flax")
-_KERNELS_RUN = 'its kernels run on these devices; what one of them cannot do falls to "portable"'
+_KERNEL_RUNS = "its kernel runs here; sizes that it cannot do fall to plain JAX"
+_NEVER_RUN = "its kernel compiles for Blackwell GPUs and has never run on one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +25,10 @@ class Report:
     versions: version of python and of each package, ``"not installed"`` if it has no metadata.
     devices: number of devices of each kind, over all processes, e.g. ``{"cpu": 8}``.
     processes: JAX processes that own those devices.
-    implementation: what ``implementation="auto"`` picks here.
-    reason: why it does.
+    implementation: what ``implementation="auto"`` picks here, in a word or a few.
+    operations: for each operation, what it picks and why.
+    nodes: devices of each node, as JAX numbers them; see ``BalanceConfig.node_size``.
+    domain_size: ranks that copies stay among, by ``domain_size="auto"`` on a mesh of all devices.
     description: which description of devices says what copies cost and how kernels are laid out.
     mesh: how to lay a mesh over these devices.
   """
@@ -32,45 +37,76 @@ class Report:
   devices: dict[str, int]
   processes: int
   implementation: str
-  reason: str
+  operations: dict[str, tuple[str, str]]
+  nodes: list[int]
+  domain_size: int
   description: str
   mesh: str
 
   def __str__(self) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
     devices = ", ".join(f"{count} x {kind}" for kind, count in self.devices.items())
+    table = "".join(
+      f"\n  {operation:<12}  {picked:<10}  {reason}"
+      for operation, (picked, reason) in self.operations.items()
+    )
     return (
       f"versions:       {versions}\n"
       f"devices:        {devices} ({self.processes} process{'es' * (self.processes != 1)})\n"
-      f'implementation: "auto" picks "{self.implementation}": {self.reason}\n'
+      f"nodes:          {node_advice(self.nodes, self.domain_size)}\n"
+      f'implementation: "auto" is {self.implementation}{table}\n'
       f"description:    {self.description}\n"
       f"mesh:           {self.mesh}"
     )
 
 
 def doctor() -> Report:
-  """Reports versions, devices, the implementation that ``"auto"`` picks, and why, and a mesh.
+  """Reports versions, devices, what ``"auto"`` picks for each operation and why, and a mesh.
 
   Initialises JAX's backend, as any computation does.
 
   >>> print(doctor())  # doctest: +ELLIPSIS
   versions:       python 3..., ultraep-jax ..., jax 0..., jaxlib 0..., flax 0...
   devices:        ...
-  implementation: "auto" picks ...
+  nodes:          ...
+  implementation: "auto" is ...
+    choose ...
   description:    ...
   mesh:           ...
   """
   devices = jax.devices()
-  obstacle = why_portable()
+  node_N = nodes.of_devices(devices)
+  reasons = implementation.picks()
   return Report(
     versions={"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
     devices=dict(collections.Counter(device.device_kind for device in devices)),
     processes=jax.process_count(),
-    implementation="mosaic_gpu" if obstacle is None else "portable",
-    reason=_KERNELS_RUN if obstacle is None else obstacle,
+    implementation=implementation.summary(reasons),
+    operations={operation: _pick(reason) for operation, reason in reasons.items()},
+    nodes=np.bincount(node_N).tolist(),
+    domain_size=nodes.smallest(node_N),
     description=description_advice(),
-    mesh=mesh_advice(len(devices), len(jax.local_devices()), devices[0].platform),
+    mesh=mesh_advice(len(devices), devices[0].platform),
   )
+
+
+def _pick(reason: str | None) -> tuple[str, str]:
+  if reason is not None:
+    return "portable", reason
+  blackwell = str(getattr(kernels.device(), "compute_capability", "")).startswith("10.")
+  return "mosaic_gpu", _NEVER_RUN if blackwell else _KERNEL_RUNS
+
+
+def node_advice(sizes: list[int], domain_size: int) -> str:
+  """How devices are joined, and where copies go by default.
+
+  >>> node_advice([8, 8], 8)
+  '2, of 8 devices; domain_size="auto" keeps copies among 8 ranks'
+  """
+  text = f"{len(sizes)}, of {' and '.join(map(str, sorted(set(sizes))))} devices"
+  if len(sizes) == 1:
+    return f"{text}; copies go to any rank"
+  return f'{text}; domain_size="auto" keeps copies among {domain_size} ranks'
 
 
 def description_advice() -> str:
@@ -82,16 +118,15 @@ def description_advice() -> str:
     return f'"{device.name}": {device.hardware}'
   return (
     f'"{device.name}" as the nearest, as there is none of {kind}; '
-    "`python -m ultraep_jax bench tune --write FILE` makes one"
+    "`ultraep bench costs --write FILE` makes one"
   )
 
 
-def mesh_advice(total: int, local: int, platform_name: str) -> str:
+def mesh_advice(total: int, platform_name: str) -> str:
   """How to lay a mesh over the devices.
 
   Args:
     total: devices of all processes.
-    local: of this one.
     platform_name: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
   """
   if total == 1:
@@ -101,8 +136,6 @@ def mesh_advice(total: int, local: int, platform_name: str) -> str:
     return advice
   advice = f'jax.make_mesh(({total},), ("expert",)) for a multiple of {total} experts; for fewer '
   advice += '("data", "expert")'
-  if 1 < local < total:
-    advice += f"; domain_size={local} keeps copies among the devices of a process"
   return advice
 
 

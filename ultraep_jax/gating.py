@@ -6,7 +6,7 @@ load. Functions accept any number of leading token axes, written T here.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,36 @@ from ultraep_jax.config import Implementation, check_choice, check_int
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array
 
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatingConfig:
   """How a router turns logits into experts and gates. Hashable.
 
-  ==================  ====================================================================
-  model               fields beside ``num_experts`` and ``num_experts_per_tok``
-  ==================  ====================================================================
-  Mixtral, Qwen3      the defaults (a softmax over the chosen logits alone is the same)
-  DeepSeek-V3         ``scoring="sigmoid"``, ``use_selection_bias=True``,
-                      ``routed_scaling=2.5``, ``num_expert_groups=8``, ``topk_groups=4``
-  ==================  ====================================================================
+  - Mixtral, Qwen3, GPT-OSS: the defaults (a softmax over the chosen logits alone is the same).
+  - OLMoE, Qwen2-MoE: ``normalize_topk=False``.
+  - ERNIE 4.5: ``use_selection_bias=True``.
+  - MiniMax-M2: ``scoring="sigmoid"``, ``use_selection_bias=True``.
+  - DeepSeek-V3: ``scoring="sigmoid"``, ``use_selection_bias=True``, ``routed_scaling=2.5``,
+    ``num_expert_groups=8``, ``topk_groups=4``.
+  - DeepSeek-V4: ``scoring="sqrt_softplus"``, ``use_selection_bias=True``, ``routed_scaling=1.5``.
+    Its first layers have no bias and choose by the token (hash routing): ``gate``, or the module,
+    gets the choices ``table_VK[token_T]``.
 
   Attributes:
     num_experts: E, logical experts.
     num_experts_per_tok: K, experts chosen per token.
-    scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
+    scoring: ``"softmax"`` over the experts, or ``"sigmoid"`` or ``"sqrt_softplus"`` (the square
+      root of ``log(1 + exp(logit))``) of each logit.
     normalize_topk: divide the gates of a token by their sum.
     routed_scaling: factor on the gates, after normalisation.
     num_expert_groups: contiguous groups of E / num_expert_groups experts; 1: no groups.
     topk_groups: groups that one token may choose from. A group's score is the sum of its two
       best biased scores (DeepSeek-V3, section 2.1.2); the maximum of DeepSeek-V2 is not offered.
     use_selection_bias: add a bias per expert to the scores when choosing, never to the gates.
+    round_logits: to bfloat16, as a router gives them that was trained in that dtype, so that it
+      chooses as it did; gradients pass.
 
   Raises:
     ValueError: a value is outside its range, or groups do not fit the experts.
@@ -48,18 +55,19 @@ class GatingConfig:
 
   num_experts: int
   num_experts_per_tok: int
-  scoring: Literal["softmax", "sigmoid"] = "softmax"
+  scoring: Scoring = "softmax"
   normalize_topk: bool = True
   routed_scaling: float = 1.0
   num_expert_groups: int = 1
   topk_groups: int = 1
   use_selection_bias: bool = False
+  round_logits: bool = False
 
   def __post_init__(self) -> None:
     for name in ("num_experts", "num_experts_per_tok", "num_expert_groups", "topk_groups"):
       check_int(name, getattr(self, name), minimum=1)
-    check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
-    for name in ("normalize_topk", "use_selection_bias"):
+    check_choice("scoring", self.scoring, get_args(Scoring))
+    for name in ("normalize_topk", "use_selection_bias", "round_logits"):
       if not isinstance(getattr(self, name), bool):
         raise TypeError(f"{name}: expected a bool, got {type(getattr(self, name)).__name__}")
     _check_scaling(self.routed_scaling)
@@ -70,7 +78,8 @@ class Gating(NamedTuple):
   """What the router decided.
 
   Attributes:
-    expert_index_TK: ``[..., K]`` int32, chosen experts, best first; −1 on masked tokens.
+    expert_index_TK: ``[..., K]`` int32, chosen experts, best first unless they were given; −1 on
+      masked tokens.
     gate_TK: ``[..., K]`` float32, weight of each chosen expert; 0 on masked tokens.
     scores_TE: ``[..., E]`` float32, scores of all experts, without bias.
   """
@@ -86,11 +95,14 @@ def gate(
   bias_E: Array | None = None,
   mask_T: Array | None = None,
   *,
+  expert_index_TK: Array | None = None,
   implementation: Implementation = "auto",
 ) -> Gating:
   """Chooses K experts per token, in float32. Equal scores go to the lower expert index.
 
-  Gradients reach the logits through the gates and the scores, never through the choice.
+  Gradients reach the logits through the gates and the scores, never through the choice. A choice
+  that is given, such as an earlier call's, gets the gates that it would have got if it were made
+  here: those of an earlier call's logits are the same bit for bit.
 
   Args:
     logits_TE: ``[..., E]``, a float dtype.
@@ -98,6 +110,8 @@ def gate(
     bias_E: ``[E]`` float, added to the scores for the choice only; given exactly when
       ``config.use_selection_bias``.
     mask_T: ``[...]`` bool, False where a token takes no part; its logits may be anything.
+    expert_index_TK: ``[..., K]`` int32, the choice, if it is made already; −1: no expert. Groups
+      and bias then play no part.
     implementation: of the choice, as in ``BalanceConfig``; results are the same. The kernel takes
       what is one device's, inside a ``shard_map`` over all mesh axes.
 
@@ -106,21 +120,18 @@ def gate(
     TypeError: a dtype is wrong.
     NotImplementedError: ``"mosaic_gpu"`` cannot do it here.
   """
-  _check_arrays(logits_TE, config, bias_E, mask_T)
+  _check_arrays(logits_TE, config, bias_E, mask_T, expert_index_TK)
   logits_TE = logits_TE.astype(jnp.float32)
+  if config.round_logits:  # a cast there and back could be left out
+    logits_TE = jax.lax.reduce_precision(logits_TE, exponent_bits=8, mantissa_bits=7)
   if mask_T is not None:  # before any arithmetic: NaN must not meet a zero cotangent
     logits_TE = jnp.where(mask_T[..., None], logits_TE, 0.0)
-  score = jax.nn.softmax if config.scoring == "softmax" else jax.nn.sigmoid
-  scores_TE = score(logits_TE)
-
-  selection_TE = scores_TE
-  if bias_E is not None:
-    selection_TE += jnp.broadcast_to(bias_E.astype(jnp.float32), selection_TE.shape)
-  selection_TE = jax.lax.stop_gradient(selection_TE)
-  implementations = implementation_lib.resolve(implementation)
-  if config.topk_groups < config.num_expert_groups:
-    selection_TE = _keep_best_groups(selection_TE, config, implementations)
-  index_TK = _best(selection_TE, config.num_experts_per_tok, implementations)
+  scores_TE = _score(logits_TE, config.scoring)
+  index_TK = expert_index_TK
+  if index_TK is None:
+    index_TK = _choose(
+      scores_TE, config, bias_E, implementation_lib.resolve(implementation, "choose")
+    )
 
   # A masked sum, not a gather: it partitions over any token axes, and its gradient too.
   chosen_TKE = _one_hot(index_TK, config.num_experts)
@@ -200,6 +211,28 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
   whole, rest = jnp.divmod(jnp.sum(load_E), load_E.shape[0])
   sign_E = jnp.where(load_E == whole, jnp.sign(rest), jnp.sign(whole - load_E))
   return bias_E + sign_E.astype(bias_E.dtype) * jnp.asarray(rate, bias_E.dtype)
+
+
+def _score(logits_TE: Array, scoring: Scoring) -> Array:
+  if scoring == "softmax":
+    return jax.nn.softmax(logits_TE)
+  if scoring == "sigmoid":
+    return jax.nn.sigmoid(logits_TE)
+  # The root has no slope at 0, where the float32 softplus of very small logits is.
+  return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits_TE), jnp.finfo(jnp.float32).tiny))
+
+
+def _choose(
+  scores_TE: Array, config: GatingConfig, bias_E: Array | None, implementations: Implementations
+) -> Array:
+  """The K best of each token."""
+  selection_TE = scores_TE
+  if bias_E is not None:
+    selection_TE += jnp.broadcast_to(bias_E.astype(jnp.float32), selection_TE.shape)
+  selection_TE = jax.lax.stop_gradient(selection_TE)
+  if config.topk_groups < config.num_expert_groups:
+    selection_TE = _keep_best_groups(selection_TE, config, implementations)
+  return _best(selection_TE, config.num_experts_per_tok, implementations)
 
 
 def _keep_best_groups(
@@ -285,7 +318,11 @@ def _check_groups(config: GatingConfig) -> None:
 
 
 def _check_arrays(
-  logits_TE: Array, config: GatingConfig, bias_E: Array | None, mask_T: Array | None
+  logits_TE: Array,
+  config: GatingConfig,
+  bias_E: Array | None,
+  mask_T: Array | None,
+  expert_index_TK: Array | None,
 ) -> None:
   experts = config.num_experts
   if logits_TE.ndim == 0 or logits_TE.shape[-1] != experts:
@@ -301,3 +338,18 @@ def _check_arrays(
     raise ValueError(f"mask: expected shape {logits_TE.shape[:-1]}, got {mask_T.shape}")
   if mask_T is not None and mask_T.dtype != jnp.bool_:
     raise TypeError(f"mask: expected dtype bool, got {mask_T.dtype}")
+  if expert_index_TK is not None:
+    check_choices(expert_index_TK, (*logits_TE.shape[:-1], config.num_experts_per_tok))
+
+
+def check_choices(expert_index: Array, shape: tuple[int, ...]) -> None:
+  """Checks choices that are given.
+
+  Raises:
+    ValueError: another shape.
+    TypeError: another dtype than int32.
+  """
+  if expert_index.shape != shape:
+    raise ValueError(f"expert_index: expected shape {shape}, got {expert_index.shape}")
+  if expert_index.dtype != jnp.int32:
+    raise TypeError(f"expert_index: expected dtype int32, got {expert_index.dtype}")

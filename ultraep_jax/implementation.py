@@ -1,4 +1,8 @@
-"""Which implementation of an operation runs: an ordered list, of which the first that can does."""
+"""Which implementation of an operation runs: an ordered list, of which the first that can does.
+
+It is told for each operation by itself. Kernels that stay on their GPU run wherever the GPU can;
+those that write into the memory of others where the mesh can, too.
+"""
 
 import functools
 import logging
@@ -8,43 +12,83 @@ import jax
 
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
+from ultraep_jax import nodes
 from ultraep_jax.config import Implementation
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
+from ultraep_jax.nodes import NodeSize
 
 Implementations = tuple[str, ...]
 
 _log = logging.getLogger("ultraep_jax")
 
 
-def resolve(implementation: Implementation) -> Implementations:
-  """The implementations to try, in order; asks for the devices unless it is ``"portable"``.
+OPERATIONS = tuple(kernels.NEEDS)
 
-  On GPUs that the kernels do not run on, the reason is logged once, and so is that kernels are
-  asked for where none run: lowered for another device they still compile.
 
-  >>> resolve("portable")
+def resolve(
+  implementation: Implementation, operation: str, node_size: NodeSize = "auto"
+) -> Implementations:
+  """The implementations of an operation to try, in order.
+
+  Asks for the devices unless it is ``"portable"``. Why kernels cannot run is logged once, as a
+  warning on GPUs; so is that kernels are asked for which do not run: lowered for another device
+  they still compile.
+
+  Args:
+    implementation: as in ``BalanceConfig``.
+    operation: one of ``OPERATIONS``.
+    node_size: as in ``BalanceConfig``; counts for operations whose kernels reach other GPUs.
+
+  >>> resolve("portable", "plan")
   ('portable',)
   """
   if implementation == "portable":
     return ("portable",)
-  reason = why_portable()
+  reason = why_portable(operation, node_size)
   if implementation == "mosaic_gpu":
     if reason is not None:
-      _warn_once(f'implementation "mosaic_gpu" (kernels for Hopper GPUs) does not run: {reason}')
+      _say_once(f'implementation "mosaic_gpu" does not run here: {reason}', logging.WARNING)
     return ("mosaic_gpu",)
   if reason is None:
     return ("mosaic_gpu", "portable")
-  _say_once(reason)
+  level = logging.WARNING if kernels.device().platform == "gpu" else logging.INFO
+  _say_once(f'implementation "auto" is "portable" where kernels cannot run: {reason}', level)
   return ("portable",)
 
 
-def why_portable() -> str | None:
-  """Why ``"auto"`` picks no kernels for the current mesh or the default devices, else ``None``."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None and device.platform != "gpu":
-    return f"the kernels need NVIDIA GPUs, these are {[device.device_kind]}"
-  return kernels.why_unsupported(jax.devices())
+def why_portable(operation: str, node_size: NodeSize = "auto") -> str | None:
+  """Why ``"auto"`` picks no kernels for an operation, else ``None``.
+
+  On the devices of the current mesh, or on all default ones.
+  """
+  reason = kernels.why_unsupported(operation, kernels.device())
+  if reason is not None or not kernels.NEEDS[operation].reaches_others:
+    return reason
+  mesh, devices = jax.sharding.get_abstract_mesh(), jax.devices()
+  node_N = nodes.of_devices(devices) if mesh.empty else nodes.number(mesh, node_size)
+  if (count := int(node_N.max()) + 1) > 1:
+    return f"it reaches other GPUs, which needs a mesh on one node, this is on {count}"
+  return kernels.why_unreachable(devices, len(node_N))
+
+
+def picks(node_size: NodeSize = "auto") -> dict[str, str | None]:
+  """For each operation, why ``"auto"`` picks no kernel for it here; ``None``: it does."""
+  return {operation: why_portable(operation, node_size) for operation in OPERATIONS}
+
+
+def summary(reasons: Mapping[str, str | None]) -> str:
+  """Of ``picks``, in a word or a few.
+
+  >>> summary({"plan": None, "exchange": "…"})
+  'mosaic_gpu, portable exchange'
+  """
+  portable = [operation for operation, reason in reasons.items() if reason is not None]
+  if not portable:
+    return "mosaic_gpu"
+  return (
+    "portable" if len(portable) == len(reasons) else f"mosaic_gpu, portable {', '.join(portable)}"
+  )
 
 
 def resolve_tunings(device: Device | None, implementations: Implementations) -> Tunings:
@@ -78,20 +122,11 @@ def first_that_can[T](
     return candidates[last]()
   except NotImplementedError as reason:
     # Sizes that a kernel cannot do are of no use to know where no kernel runs.
-    if (obstacle := why_portable()) is None:
+    if (obstacle := why_portable(OPERATIONS[0])) is None:
       raise
-    message = f'implementation "mosaic_gpu" (kernels for Hopper GPUs): {obstacle}; {reason}'
-    raise NotImplementedError(message) from reason
+    raise NotImplementedError(f'implementation "mosaic_gpu": {obstacle}; {reason}') from reason
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
-  on_gpu = any(device.platform == "gpu" for device in jax.devices())
-  _log.log(
-    logging.WARNING if on_gpu else logging.INFO, 'implementation "auto" is "portable": %s', reason
-  )
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-  _log.warning(text)
+def _say_once(text: str, level: int) -> None:
+  _log.log(level, text)

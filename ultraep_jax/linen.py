@@ -63,11 +63,17 @@ class MoE(nn.Module):
   layout: str = "apart"
   use_bias: bool = False
   use_shared_gate: bool = False
+  use_router_bias: bool = False
   latent_dim: int | None = None
 
   @nn.compact
   def __call__(
-    self, x: Array, mask: Array | None = None, *, update_bias: float | Array | None = None
+    self,
+    x: Array,
+    mask: Array | None = None,
+    *,
+    expert_index: Array | None = None,
+    update_bias: float | Array | None = None,
   ) -> tuple[Array, MoEAux]:
     """Applies the layer.
 
@@ -75,6 +81,7 @@ class MoE(nn.Module):
       x: ``[..., D]``; the mesh axes of the tokens divide its first axis.
       mask: ``[...]`` bool, False for tokens that take no part: their input may be anything,
         their output is 0 and they count in no loss.
+      expert_index: ``[..., K]`` int32, the choices, if they are made already; see ``nnx.MoE``.
       update_bias: the rate of one step of the selection bias towards balance, stored in
         ``"router_state"``; ``None``: no step. ``init`` takes no step.
 
@@ -95,6 +102,7 @@ class MoE(nn.Module):
       layout=self.layout,
       use_bias=self.use_bias,
       use_shared_gate=self.use_shared_gate,
+      use_router_bias=self.use_router_bias,
       latent_dim=self.latent_dim,
     )
     params = {name: self._param(name, shape) for name, shape in shapes.items()}
@@ -110,7 +118,8 @@ class MoE(nn.Module):
       token_axes=self.token_axes,
       layout=Layout(self.layout),
     )
-    y, aux = apply_moe(params, x, mask, None if bias is None else bias.value, block)
+    bias_E = None if bias is None else bias.value
+    y, aux = apply_moe(params, x, mask, bias_E, block, expert_index)
     if update_bias is not None:
       self._step_bias(bias, aux, update_bias)
     return y, aux

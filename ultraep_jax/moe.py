@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax import implementation, stats, strategies
+from ultraep_jax import implementation, nodes, stats, strategies
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import arguments_of, check_layer, check_plan
 from ultraep_jax.compute import rounds
@@ -60,7 +60,7 @@ def moe(
     ``y_TD`` in x's dtype and the statistics of this token group, equal on its ranks.
 
   Raises:
-    ValueError: shapes or sizes do not fit.
+    ValueError: shapes or sizes do not fit, or the ranks of a node are not side by side.
     TypeError: a dtype is wrong.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -117,6 +117,8 @@ def measured_moe(
   if strategy.reassign is not None:
     expert_index_TK = strategy.reassign(expert_index_TK, rank, num_experts, num_ranks)
 
+  mesh, given = jax.sharding.get_abstract_mesh(), config
+  config = nodes.settle(config, mesh, axis_name)
   num_tokens, top_k = expert_index_TK.shape
   config, capacity, cost, plans, one_round = sizes.settle(
     config,
@@ -126,8 +128,11 @@ def measured_moe(
     dtype=x_TD.dtype,
     weights=weights,
   )
-  load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
-  plan = (strategy if plans else strategies.none).plan(load_GE, config, cost)
+  with jax.named_scope("uep.load"):
+    load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
+    load_GE = nodes.confirm(load_GE, given, mesh, axis_name)
+  with jax.named_scope("uep.plan"):
+    plan = (strategy if plans else strategies.none).plan(load_GE, config, cost)
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
@@ -148,15 +153,20 @@ def measured_moe(
     rounds=num_rounds,
   )
   routing = rounds.named(routing, PLAN_NAME)
-  implementations = implementation.resolve(config.implementation)
+  replicating, exchanging, multiplying = (
+    implementation.resolve(config.implementation, operation, config.node_size)
+    for operation in ("replicate", "exchange", "matmul")
+  )
   static = rounds.Static(
     axis_name,
     capacity,
-    config.domain_size,
+    config.domain_of(num_ranks),
     activation,
-    implementations,
+    replicating,
+    exchanging,
+    multiplying,
     config.dispatch_dtype,
-    implementation.resolve_tunings(config.device, implementations),
+    implementation.resolve_tunings(config.device, (*exchanging, *multiplying)),
   )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
@@ -182,7 +192,7 @@ def measured_moe(
     routes,
     rounds_run,
     copy_bytes=copy_bytes(x_TD.dtype, weights),
-    domain_size=config.domain_size,
+    domain_size=config.domain_of(num_ranks),
   )
   return y_TD, measured
 

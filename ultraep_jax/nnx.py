@@ -32,23 +32,23 @@ class MoE(nnx.Module):
 
   The output equals that of a dense mixture; only where the work happens changes. Parameters:
 
-  ==================================================  =====================  ================
-  name                                                shape                  sharding
-  ==================================================  =====================  ================
-  ``router`` (always float32)                         ``[D, E]``             replicated
-  ``wi_gate``, ``wi_up``                              ``[E, D, F]``          E over ``expert``
-  ``wo``                                              ``[E, F, D]``          E over ``expert``
-  ``shared_wi_gate``, ``shared_wi_up``                ``[D, n * F]``         replicated
-  ``shared_wo``                                       ``[n * F, D]``         replicated
-  ``shared_gate``                                     ``[D, 1]``             replicated
-  ``latent_down``                                     ``[D, L]``             replicated
-  ``latent_up``                                       ``[L, D]``             replicated
-  ``selection_bias`` (``SelectionBias``, float32)     ``[E]``                replicated
-  ==================================================  =====================  ================
+  | name                                            | shape          | sharding          |
+  |-------------------------------------------------|----------------|-------------------|
+  | ``router`` (always float32)                     | ``[D, E]``     | replicated        |
+  | ``router_bias`` (always float32)                | ``[E]``        | replicated        |
+  | ``wi_gate``, ``wi_up``                          | ``[E, D, F]``  | E over ``expert`` |
+  | ``wo``                                          | ``[E, F, D]``  | E over ``expert`` |
+  | ``shared_wi_gate``, ``shared_wi_up``            | ``[D, n * F]`` | replicated        |
+  | ``shared_wo``                                   | ``[n * F, D]`` | replicated        |
+  | ``shared_gate``                                 | ``[D, 1]``     | replicated        |
+  | ``latent_down``                                 | ``[D, L]``     | replicated        |
+  | ``latent_up``                                   | ``[L, D]``     | replicated        |
+  | ``selection_bias`` (``SelectionBias``, float32) | ``[E]``        | replicated        |
 
   The shared ones exist with n = ``num_shared_experts`` > 0, ``shared_gate`` with
-  ``use_shared_gate``, the latent ones with L = ``latent_dim``, which is then the width of experts,
-  and the selection bias with ``gating.use_selection_bias``. In another ``layout`` than ``"apart"``,
+  ``use_shared_gate``, ``router_bias`` with ``use_router_bias``, the latent ones with L =
+  ``latent_dim``, which is then the width of experts, and the selection bias with
+  ``gating.use_selection_bias``. In another ``layout`` than ``"apart"``,
   ``wi`` of as many columns as ``types.Layout`` says stands for ``wi_gate`` and ``wi_up``, and
   likewise in shared experts. With ``use_bias`` each matrix of an expert has a bias of its columns,
   such as ``wo_bias``. Replicas that balance the load are no parameters: they appear
@@ -98,6 +98,7 @@ class MoE(nnx.Module):
     layout: str = "apart",
     use_bias: bool = False,
     use_shared_gate: bool = False,
+    use_router_bias: bool = False,
     latent_dim: int | None = None,
     rngs: nnx.Rngs,
   ):
@@ -119,6 +120,8 @@ class MoE(nnx.Module):
       layout: ``"apart"``, ``"fused"``, ``"interleaved"`` or ``"ungated"``; see ``types.Layout``.
       use_bias: whether experts, shared ones too, have biases.
       use_shared_gate: whether a token's shared experts count ``sigmoid(x shared_gate)`` times.
+      use_router_bias: whether the router's logits have a bias, unlike ``selection_bias`` a
+        parameter.
       latent_dim: L, the width that tokens cross to their experts in: ``latent_down`` brings them
         there and ``latent_up`` back. ``None``: D, without either.
       rngs: the stream ``params`` is used.
@@ -135,6 +138,7 @@ class MoE(nnx.Module):
       layout=layout,
       use_bias=use_bias,
       use_shared_gate=use_shared_gate,
+      use_router_bias=use_router_bias,
       latent_dim=latent_dim,
     )
     check_mesh(axis_name, gating.num_experts)
@@ -153,13 +157,18 @@ class MoE(nnx.Module):
     self.token_axes = token_axes
     self.layout = layout
 
-  def __call__(self, x: Array, mask: Array | None = None) -> tuple[Array, MoEAux]:
+  def __call__(
+    self, x: Array, mask: Array | None = None, *, expert_index: Array | None = None
+  ) -> tuple[Array, MoEAux]:
     """Applies the layer; changes no state.
 
     Args:
       x: ``[..., D]``; the mesh axes of the tokens divide its first axis.
       mask: ``[...]`` bool, False for tokens that take no part: their input may be anything,
         their output is 0 and they count in no loss.
+      expert_index: ``[..., K]`` int32, the choices of every token, if they are made already, as
+        another call's ``aux.expert_index`` or by a table of tokens; −1: no expert. The router
+        then makes the gates only.
 
     Returns:
       ``y`` ``[..., D]`` in ``dtype``, on Explicit meshes sharded like ``x``, and ``MoEAux``.
@@ -179,7 +188,7 @@ class MoE(nnx.Module):
       token_axes=self.token_axes,
       layout=Layout(self.layout),
     )
-    return apply_moe(params, x, mask, bias, block)
+    return apply_moe(params, x, mask, bias, block, expert_index)
 
   def update_bias(self, aux: MoEAux, rate: float | Array) -> None:
     """Moves the selection bias one step of ``rate`` towards balance (once per train step).

@@ -1,8 +1,9 @@
 """Requests packed into rows, and what a model makes of them: the protocol of prefill.
 
 A model is an ``nnx.Module`` with ``__call__(batch: PackedBatch) -> PrefillResult`` and an
-attribute ``vocab_size: int``; if it takes tokens in blocks, also ``attention_block: int``, of which
-requests must start at multiples. A request's result must not depend on what else is in the batch.
+attribute ``vocab_size: int``. If it takes tokens in blocks, it also has ``attention_block: int``;
+requests must start at multiples of it. A request's result must not depend on what else is in the
+batch.
 """
 
 from typing import Any, NamedTuple
@@ -39,8 +40,14 @@ class PrefillResult(NamedTuple):
     cache: pytree of arrays ``[layers, B, T, ...]``; what decoding needs of every token.
     stats: ``LayerStats`` with leading axes ``[moe layers, token groups]``; None if the model has
       no MoE layer.
+    expert_index_LBTK: ``[moe layers, B, T, K]`` int32, the experts that each token chose, −1 in
+      padding; None if the model does not tell, or has no MoE layer.
+    state: pytree of arrays ``[layers, B, R, ...]``; what decoding needs of every request, behind
+      its last token; None if the model has none.
   """
 
   logits_BRV: Array
   cache: Any
   stats: LayerStats | None
+  expert_index_LBTK: Array | None = None
+  state: Any = None

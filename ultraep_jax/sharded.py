@@ -7,6 +7,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ultraep_jax import nodes
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import arguments_of, check_inner_axis, check_layer
 from ultraep_jax.config import BalanceConfig
@@ -108,6 +109,8 @@ def measured_sharded_moe(
     check_layer(x, expert_index, gate, weights, activation, config, context, axis_name, axes)
     if inner_axis is not None:
       check_inner_axis(weights, context, inner_axis, axes)
+  if mesh is not None:  # its devices are known
+    config = nodes.settle(config, mesh, axis_name)
   return _run(
     x,
     expert_index,

@@ -112,7 +112,7 @@ def assert_legal_plan(plan: Plan, load_GE: Array, config: BalanceConfig) -> None
     _expect(value.shape == shape, f"{name}: expected shape {shape}, got {value.shape}")
     _expect(value.dtype == np.int32, f"{name}: expected int32, got {value.dtype}")
   replica, quota, parent = (np.asarray(value) for value in plan)
-  _assert_placement(replica, num_experts, config.domain_size or num_ranks)
+  _assert_placement(replica, num_experts, config.domain_of(num_ranks))
   _assert_quota(quota, replica, load, config.min_tokens_per_replica)
   _assert_trees(parent, replica, num_experts, direct=config.transfer == "direct")
 

@@ -2,23 +2,22 @@
 
 Array names carry their axes as a suffix, one letter (or word) an axis:
 
-======  ==========================================================================
-letter  axis
-======  ==========================================================================
-T       tokens of one rank
-K       experts chosen per token; one (token, choice) pair is an *assignment*
-E       logical experts
-G       ranks along the expert mesh axis
-M       home experts per rank, ``M = E // G``; expert ``e`` has its home on rank ``e // M``
-S       replica slots per rank: space for copies of other ranks' experts
-P       slots per rank, home slots first: ``P = M + S``
-C       rows that one rank's buffer holds; a *row* is an assignment where it is computed
-D       hidden width
-F       expert inner width
-======  ==========================================================================
+| letter | axis                                                                                |
+|--------|-------------------------------------------------------------------------------------|
+| T      | tokens of one rank                                                                  |
+| K      | experts chosen per token; one (token, choice) pair is an *assignment*               |
+| E      | logical experts                                                                     |
+| G      | ranks along the expert mesh axis                                                    |
+| M      | home experts per rank, ``M = E // G``; expert ``e`` has its home on rank ``e // M`` |
+| S      | replica slots per rank: space for copies of other ranks' experts                    |
+| P      | slots per rank, home slots first: ``P = M + S``                                     |
+| C      | rows that one rank's buffer holds; a *row* is an assignment where it is computed    |
+| D      | hidden width                                                                        |
+| F      | expert inner width                                                                  |
 """
 
 import enum
+import importlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -173,6 +172,12 @@ class Plan(NamedTuple):
   quota: Array
   parent: Array
 
+  def __repr__(self) -> str:
+    return importlib.import_module("ultraep_jax.show").plan_text(self)
+
+  def _repr_html_(self) -> str:
+    return importlib.import_module("ultraep_jax.show").plan_html(self)
+
 
 class PlanCost(NamedTuple):
   """What ``objective="time"`` weighs, in rows of expert matmul (int32).
@@ -212,7 +217,7 @@ class LayerStats(NamedTuple):
     load_before_G: ``[G]`` int32, assignments that home placement would give each rank.
     load_planned_G: ``[G]`` int32, assignments that the plan gives each rank.
     load_after_G: ``[G]`` int32, assignments that went to each rank, counted where they come from.
-    load_floor: ``[]`` int32, the least busiest load that replication inside domains can reach.
+    load_floor: ``[]`` int32, the lowest maximum load that copies inside domains can reach.
     replicas: ``[]`` int32, filled replica slots.
     max_fanout: ``[]`` int32, the most copies that one rank sends along the plan's trees.
     replica_bytes: ``[]`` float32, bytes of all copies, each counted once.
@@ -284,26 +289,41 @@ class LayerStats(NamedTuple):
     stats = cls(*(p.reshape(*flat.shape[:-1], *s) for p, s in zip(parts, shapes, strict=True)))
     return stats._replace(replica_bytes=lax.bitcast_convert_type(stats.replica_bytes, jnp.float32))
 
+  def __repr__(self) -> str:
+    return importlib.import_module("ultraep_jax.show").stats_text(self)
+
+  def _repr_html_(self) -> str:
+    return importlib.import_module("ultraep_jax.show").stats_html(self)
+
+  def advice(self, config: Any = None) -> list[str]:
+    """What keeps the load uneven, and what would help: one line for each cause.
+
+    Of the least even layer and token group. Plans that load again with more slots, which takes a
+    second or two the first time; not under ``jit``.
+
+    Args:
+      config: the layer's ``BalanceConfig``, for its domains, target and objective.
+    """
+    return importlib.import_module("ultraep_jax.advice").of_stats(self, config)
+
   def scalars(self, prefix: str = "") -> dict[str, Array]:
     """A flat dict of float32 scalars, ready for TensorBoard or wandb.
 
     Over token groups (a leading axis) imbalances, fan-out and rounds are the worst group's,
     the other counts are summed.
 
-    =========================  ===========================================================
-    name                       meaning
-    =========================  ===========================================================
-    ``imbalance_before``       busiest rank over mean rank under home placement
-    ``imbalance_after``        busiest rank over mean rank as computed
-    ``imbalance_floor``        least ``imbalance_after`` that the domains allow
-    ``replicas``               filled replica slots
-    ``max_fanout``             most copies that one rank sends along the plan's trees
-    ``replica_megabytes``      bytes of all copies, in 10^6 bytes
-    ``remote_fraction``        share of assignments computed away from their token's rank
-    ``rounds``                 rounds run by the layer
-    ``masked_assignments``     assignments with index −1
-    ``invalid_assignments``    assignments with an index outside [−1, E), not computed
-    =========================  ===========================================================
+    | name                    | meaning                                                    |
+    |-------------------------|------------------------------------------------------------|
+    | ``imbalance_before``    | busiest rank over mean rank under home placement           |
+    | ``imbalance_after``     | busiest rank over mean rank as computed                    |
+    | ``imbalance_floor``     | least ``imbalance_after`` that the domains allow           |
+    | ``replicas``            | filled replica slots                                       |
+    | ``max_fanout``          | most copies that one rank sends along the plan's trees     |
+    | ``replica_megabytes``   | bytes of all copies, in 10^6 bytes                         |
+    | ``remote_fraction``     | share of assignments computed away from their token's rank |
+    | ``rounds``              | rounds run by the layer                                    |
+    | ``masked_assignments``  | assignments with index −1                                  |
+    | ``invalid_assignments`` | assignments with an index outside [−1, E), not computed    |
 
     Args:
       prefix: put before each name, e.g. ``"layer3/"``.

@@ -169,14 +169,12 @@ def adversarial_loads(
 ) -> np.ndarray:
   """Loads that are hard for greedy planners.
 
-  ===============  ==========================================================================
-  kind             totals
-  ===============  ==========================================================================
-  ``medium``       half of the ranks have many equal experts, three times those of the others
-  ``giant``        one expert is in every token, far more than the mean of a rank if K < G
-  ``indivisible``  a few hot ranks, the others' deficits all differ: no transfer fits two
-  ``staircase``    the loads of the ranks rise evenly, and so do the experts within a rank
-  ===============  ==========================================================================
+  | kind            | totals                                                                     |
+  |-----------------|----------------------------------------------------------------------------|
+  | ``medium``      | half of the ranks have many equal experts, three times those of the others |
+  | ``giant``       | one expert is in every token, far more than the mean of a rank if K < G    |
+  | ``indivisible`` | a few hot ranks, the others' deficits all differ: no transfer fits two     |
+  | ``staircase``   | the loads of the ranks rise evenly, and so do the experts within a rank    |
 
   Arguments, result and errors as for ``zipf_loads``; ``kind`` is one of ``ADVERSARIAL_KINDS``.
 

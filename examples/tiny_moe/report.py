@@ -2,14 +2,16 @@
 
 import json
 import pathlib
+import shutil
 from typing import Any, TextIO
 
 import numpy as np
-from matplotlib.figure import Figure
+from tensorboardX import SummaryWriter
 
 import ultraep_jax as uep
 from tiny_moe.model import Scalars
 from tiny_moe.settings import Settings, SettingsError
+from ultraep_jax.figures import DPI, figure, style
 
 Record = dict[str, float]
 IMBALANCES = ("imbalance_before", "imbalance_after")
@@ -25,24 +27,79 @@ def open_metrics(path: pathlib.Path, first_step: int) -> tuple[list[Record], Tex
   return history, file
 
 
-def open_trace(path: pathlib.Path, settings: Settings, resume: bool) -> uep.trace.Recorder:
+def trace_folder(
+  given: pathlib.Path | None, out: pathlib.Path, settings: Settings
+) -> pathlib.Path | None:
+  """Where a run's loads are recorded; ``None`` for a dense model, which has none."""
+  return out / "trace" if given is None and settings.strategy != "dense" else given
+
+
+def open_trace(
+  path: pathlib.Path, settings: Settings, resume: bool, replace: bool = False
+) -> uep.trace.Recorder:
   """The recorder of a run's loads; a resumed run continues its trace.
+
+  Args:
+    path: its folder.
+    settings: of the run.
+    resume: go on with the trace that is there.
+    replace: delete a trace that is there and not to go on with.
 
   Raises:
     SettingsError: the model has no loads, or the folder cannot take them.
   """
   if settings.strategy == "dense":
     raise SettingsError("--trace: expected a strategy that distributes experts, got 'dense'")
-  if not resume and (path / "trace.json").exists():
-    raise SettingsError(f"--trace: expected no trace in {path} without --resume, got one")
-  token_bytes = settings.width * (2 if settings.dtype == "bfloat16" else 4)
+  if (path / "trace.json").exists() and not (resume and _goes_on(path, settings)):
+    if not replace:
+      raise SettingsError(f"--trace: expected no trace in {path} without --resume, got one")
+    shutil.rmtree(path)
   config = uep.BalanceConfig(
     strategy=settings.strategy, replica_slots=settings.replica_slots, objective="balance"
   )
   try:
-    return uep.trace.Recorder(path, name=path.name, config=config, token_bytes=token_bytes)
+    return uep.trace.Recorder(
+      path,
+      name="tiny MoE",
+      config=config,
+      token_bytes=settings.width * (2 if settings.dtype == "bfloat16" else 4),
+      metadata={"model": shape_of(settings)},
+    )
   except (OSError, uep.trace.TraceError) as error:
     raise SettingsError(f"--trace: {error}") from None
+
+
+def _goes_on(path: pathlib.Path, settings: Settings) -> bool:
+  """Whether the records of a run with these settings fit the trace."""
+  manifest = json.loads((path / "trace.json").read_text())
+  sizes = {"num_ranks": settings.ranks, "replica_slots": settings.replica_slots}
+  return all(manifest.get(name) == size for name, size in sizes.items())
+
+
+def shape_of(settings: Settings) -> dict[str, Any]:
+  """What ``ultraep simulate --trace`` asks of the model."""
+  return {
+    "name": "tiny MoE",
+    "embed_dim": settings.width,
+    "expert_dim": 2 * settings.width,
+    "top_k": 2,
+    "moe_layers": settings.layers,
+    "dtype": settings.dtype,
+  }
+
+
+def open_scalars(out: pathlib.Path, first_step: int) -> SummaryWriter:
+  """A writer of TensorBoard events, in place of those of an earlier run and of later steps."""
+  if not first_step:
+    for path in out.glob("events.out.tfevents.*"):
+      path.unlink()
+  return SummaryWriter(str(out), purge_step=first_step or None)
+
+
+def write_scalars(writer: SummaryWriter, record: Record) -> None:
+  for name, value in record.items():
+    if name != "step":
+      writer.add_scalar(name, value, int(record["step"]))
 
 
 def write(file: TextIO, record: Record) -> None:
@@ -70,17 +127,16 @@ def describe(record: Record) -> str:
 
 def plot(history: list[Record], path: pathlib.Path) -> None:
   """Loss and imbalance over the steps, as a PNG."""
-  figure = Figure(figsize=(10, 4), layout="constrained")
-  left, right = figure.subplots(1, 2)
-  left.plot(*_curve("loss", history))
+  made, (left, right) = figure(2, 10, 4)
+  left.plot(*_curve("loss", history), color="#4b5563")
   left.set(xlabel="step", ylabel="loss, nats per byte")
-  for name in IMBALANCES:
+  for name, strategy in zip(IMBALANCES, ("none", "quota"), strict=True):
     steps, values = _curve(name, history)
     if steps:
-      right.plot(steps, values, label=name.replace("_", " "))
-      right.legend()
+      right.plot(steps, values, **style(strategy, label=name.replace("_", " ")))
+      right.legend(frameon=False)
   right.set(xlabel="step", ylabel="busiest rank / mean rank")
-  figure.savefig(path, dpi=120)
+  made.savefig(path, dpi=DPI)
 
 
 def _curve(name: str, history: list[Record]) -> tuple[list[Any], list[Any]]:
@@ -100,3 +156,12 @@ def summarise(history: list[Record], val_loss: float) -> Record:
 
 def _mean(name: str, history: list[Record]) -> float:
   return float(np.mean(_curve(name, history)[1]))
+
+
+def what_next(out: pathlib.Path, trace: pathlib.Path | None) -> str:
+  """What the run wrote, and the command that shows most of it."""
+  lines = [f"wrote {out / 'training.png'}, {out / 'metrics.jsonl'} and events for TensorBoard"]
+  if trace is not None:
+    lines[0] += f"; every step's loads in {trace}"
+    lines.append(f"next: ultraep view {trace} --open")
+  return "\n".join(lines)

@@ -1,10 +1,15 @@
 """The projections into an expert and what is between its matrices, in one kernel.
 
 Or in one for home slots and one for replica slots, where replicas arrive beside the first.
+
+For every tile of rows, with the sums in registers until both are there::
+
+  rows × wi_gate ──► gate ─┐
+  rows × wi_up ────► up ───┴─► unit(gate, up) ──► inner
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -88,7 +93,6 @@ def gated_matmul(
 
 def gated_beside(
   transfer: Transfer | None,
-  replicas_of: Callable[[Any], Projections],
   rows_CK: Array,
   home: Projections,
   group_size_P: Array,
@@ -96,6 +100,8 @@ def gated_beside(
   *,
   columns: Columns = "apart",
   keep_hidden: bool,
+  replicas: Projections | None = None,
+  brought: tuple[Sequence[int], Sequence[int]] = ((0, 1), ()),
   tuning: MatmulTuning | None = None,
   replica_tuning: MatmulTuning | None = None,
 ) -> tuple[Gated, Any]:
@@ -112,14 +118,16 @@ def gated_beside(
   kernel, none waits for another rank.
 
   Args:
-    transfer: brings the replicas; it must not touch the other operands.
-    replicas_of: theirs, from the transfer's result.
+    transfer: brings the replicas' projections among its results; it must not touch the other
+      operands.
     rows_CK: as for ``gated_matmul``.
     home: likewise.
     group_size_P: likewise.
     unit: likewise.
     columns: likewise.
     keep_hidden: likewise.
+    replicas: theirs, if the transfer does not bring them.
+    brought: which of the transfer's results are their weights, and which their biases.
     tuning: of the kernel that the transfer rides in.
     replica_tuning: of the other one.
 
@@ -142,8 +150,9 @@ def gated_beside(
   num_home, num_slots = home.weights[0].shape[0], group_size_P.shape[0]
   slots = range(num_home), range(num_home, num_slots)
   first, transferred = run(*of(home), tuning=tuning, slots=slots[0], beside=transfer)
-  replica = of(replicas_of(transferred))
-  whole, _ = run(*replica, tuning=replica_tuning, slots=slots[1], into=first)
+  if replicas is None:
+    replicas = Projections(*(tuple(transferred[i] for i in places) for places in brought))
+  whole, _ = run(*of(replicas), tuning=replica_tuning, slots=slots[1], into=first)
   return whole, transferred
 
 

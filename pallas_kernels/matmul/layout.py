@@ -230,8 +230,8 @@ def make_room(beside: bool) -> MatmulTuning:
 def share(num_tiles: Array, block: Array, clusters: int, waves: int) -> tuple[Array, Array]:
   """First tile of a cluster of blocks, and an end of its tiles, which are ``clusters`` apart.
 
-  A wave is ``clusters``. Each has half of the tiles that are left, the last one all of them: an SM
-  that comes late misses few large shares, and all end within a small one.
+  A wave is ``clusters``. Each has half of the tiles that are left, the last one all of them. Shares
+  shrink from wave to wave, so a late SM only skips a small one.
   """
   wave, lane = (f(block, jnp.int32(clusters)) for f in (lax.div, lax.rem))
   left, after = (lax.shift_right_arithmetic(num_tiles, w) for w in (wave, wave + 1))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import support
 from pallas_kernels.launch import launch as launch_kernel
 from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, MatmulTuning, Tile, share
 from pallas_kernels.support import Array
@@ -276,6 +277,7 @@ def launch(
     out_type=[*written, *ride.out_type],
     updated=into or ride.updated,
     reaches_others=beside is not None,
+    generations=support.WGMMA,
     grid=(riding + tuning.clusters * tuning.waves,),
     grid_names=(_BLOCK_AXIS,),
     cluster=(tuning.cluster,),

@@ -5,6 +5,18 @@ joined. Groups of rows begin anywhere; which rows a tile computes is laid out in
 One kernel serves one product, a sum of products (``contractions``: their steps follow each other
 into one sum) and two products of the same rows side by side (several weights in a contraction, or
 one that holds several), of whose sums ``Result`` says what becomes.
+
+Two home slots and one replica slot, which the rows of slot 2 are multiplied by::
+
+  rows    slot      weights
+  ┌────┐
+  │    │  0    ×    home[0]
+  ├────┤
+  │    │  1    ×    home[1]
+  ├────┤
+  │    │  2    ×    replica[0]
+  └────┘
+  │ NaN│  unused rows are neither read nor written
 """
 
 import dataclasses

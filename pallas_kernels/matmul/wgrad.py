@@ -3,7 +3,13 @@
 Nothing is multiplied while a tile of the result is stored: 128 KB of float32, at about 32 bytes a
 cycle of an SM, take as long as four steps. Registers do not hold the sums of two tiles, and
 multiplying and loading already take shared memory's whole rate, so that stores which wait there
-cost what they save (measured: docs/benchmarks.md).
+cost what they save (measured: docs/lab/kernels.md).
+
+Slot s gets the product of its rows alone, ``rows[s].T @ grads[s]``: a slot of 3 rows contracts 3,
+and a slot without rows gets zeros::
+
+      rows.T               grads
+  D [ 0 0 0 | 1 1 ]   ×   [ 0 0 0 | 1 1 ].T F    ──►   slot 0, slot 1
 """
 
 import dataclasses

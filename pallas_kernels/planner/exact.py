@@ -3,6 +3,12 @@
 The same steps as in ``ultraep_jax/planning/exact.py``, which explains them, bit for bit. A block
 makes one construction: each warp holds all ranks in its lanes, and the threads of the block are
 the experts of the rank that gives.
+
+Loads 9, 3, 3, 1, so cap 4. The most loaded rank fills the least loaded one, which is then done::
+
+  9 3 3 1   rank 0 gives 3 to rank 3   ──►   6 3 3 ·
+  6 3 3 ·   rank 0 gives 1 to rank 1   ──►   5 · 3 ·
+  5 · 3 ·   rank 0 gives 1 to rank 2   ──►   4 · · ·
 """
 
 from typing import NamedTuple

@@ -1,6 +1,14 @@
 """Greedy placement of replicas by one threshold and one rule, a probe in each warp.
 
 The same steps as in ``ultraep_jax/planning/greedy.py``, which explains them, bit for bit.
+
+Loads 9, 3, 3, 1 of four ranks, threshold 4 (the mean), one slot each. Rank 0 has experts of 5 and
+4, and a piece goes to the largest slack::
+
+  excess of rank 0 is 5, slack is 1, 1, 3
+  5's expert: 3 to rank 3     9 3 3 1 ──► 6 3 3 4
+              1 to rank 1             ──► 5 4 3 4
+              1 to rank 2             ──► 4 4 4 4
 """
 
 import functools

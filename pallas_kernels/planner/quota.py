@@ -24,7 +24,7 @@ from pallas_kernels.planner.probes import (
 from pallas_kernels.planner.tables import PROBES, Problem, Tables
 from pallas_kernels.support import Array
 
-_NO_COST = (1, 0)  # unread; XLA fills equal or counted numbers by a kernel of their own
+_NO_COST = (1, 0)  # unread; XLA launches a separate kernel to fill constants and iotas
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
   lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True

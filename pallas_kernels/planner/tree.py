@@ -2,6 +2,13 @@
 
 They are those that ``ultraep_jax/planning/relay.py`` describes, bit for bit. One warpgroup builds
 them from the number of copies that each member of an expert sends (``flow.py``).
+
+An expert of rank 0 with copies on ranks 1, 2 and 3. Without relays its home sends three; with one
+relay no rank sends more than two::
+
+  0 ──► 1          0 ──► 1 ──► 2
+  0 ──► 2    or          └──► 3
+  0 ──► 3
 """
 
 import jax.numpy as jnp
@@ -27,7 +34,7 @@ def direct(vectors: Vectors, problem: Problem) -> None:
 
 
 def relayed(vectors: Vectors, problem: Problem) -> None:
-  """The trees of the least busiest egress, then the least depth: ``expert`` to ``parent``."""
+  """The trees of the lowest maximum egress, then the least depth: ``expert`` to ``parent``."""
   members = Members.read(vectors, problem)
   least_egress(members)
   _arrange(members)

@@ -4,6 +4,12 @@ XLA sorts whole rows on GPUs. Here a warp takes a row. Its lanes hold every 32nd
 integer that orders as the element does, and bring their own in order first. Then only the first
 of each lane can be the next of the row: a round is a maximum over the warp, and a minimum over the
 indices of those that reach it.
+
+Six scores over three lanes, the two largest::
+
+  lane 0: 3 1   lane 1: 7 5   lane 2: 6 2     in order within a lane, heads 3 7 6
+  round 0: 7 (lane 1, whose head is now 5)     heads 3 5 6
+  round 1: 6 (lane 2)
 """
 
 import functools

@@ -4,6 +4,11 @@ A *chunk* is a few consecutive tokens. Chunks are dealt to the workers in turn, 
 rank handles exactly the chunks that worker w of every other rank handles, and two such workers
 can agree about a chunk with a semaphore of their own. What a worker must know about the
 assignments of a chunk lies in one *line* of a table, which it loads as a whole.
+
+Chunks of 2 tokens, 3 workers::
+
+  tokens   0 1 | 2 3 | 4 5 | 6 7 | 8 9
+  worker    0     1     2     0     1
 """
 
 import dataclasses

@@ -1,4 +1,10 @@
-"""Rows back to their tokens, summed, over NVLink: the adjoint of dispatch."""
+"""Rows back to their tokens, summed, over NVLink: the adjoint of dispatch.
+
+The token of ``dispatch``, on its way back, with gates a, b and c::
+
+  rank 1:  b * row 4 + c * row 9 ──► one sum, pushed to rank 0
+  rank 0:  a * row 2 + what came from rank 1 ──► token t
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,11 @@
-"""Tokens to the rows where they are computed, over NVLink."""
+"""Tokens to the rows where they are computed, over NVLink.
+
+Two ranks, one token of rank 0 with three experts: two on rank 1, in its rows 4 and 9, one at home::
+
+  rank 0: token t ──► row 2            (copied)
+                 └──► rank 1, row 4    (pushed over NVLink, once)
+                      rank 1: row 4 ──► row 9   (copied there, when row 4 has landed)
+"""
 
 import functools
 import math

@@ -1,4 +1,10 @@
-"""Sums of the replica slots' gradients into the home experts' of all ranks, over NVLink."""
+"""Sums of the replica slots' gradients into the home experts' of all ranks, over NVLink.
+
+The tree of ``replicate``'s example, backwards. Each sum has a fixed order::
+
+  rank 2 ──► inbox of rank 1:  own + rank 2 + rank 3 ──► inbox of rank 0:  own + rank 1
+  rank 3 ──┘
+"""
 
 import functools
 from collections.abc import Sequence

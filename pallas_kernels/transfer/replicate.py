@@ -1,4 +1,13 @@
-"""Copies of experts' arrays to the replica slots of all ranks, over NVLink."""
+"""Copies of experts' arrays to the replica slots of all ranks, over NVLink.
+
+An expert of rank 0 for ranks 1, 2 and 3, where the plan has rank 1 relay it::
+
+  tile 0   rank 0 ──► rank 1 ──► rank 2
+                            └──► rank 3
+  tile 1             rank 0 ──► rank 1 ──► …   while tile 0 leaves rank 1
+
+Rank 0 sends the expert once instead of three times.
+"""
 
 import functools
 from collections.abc import Sequence

@@ -132,7 +132,7 @@ def test_figure_has_the_times_over_ideal():
   assert titles == ["a, forward", "b, forward", "a, train", "b, train"]
   for ax in figure.axes:
     bars = {c.get_label(): [bar.get_height() for bar in c] for c in ax.containers}
-    assert bars == {"none": [4.0, 2.0], "quota": [2.5, 1.25]}
+    assert bars == {"not balanced": [4.0, 2.0], "balanced": [2.5, 1.25]}
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2"]
   with pytest.raises(ValueError, match="rows: expected times"):
     layer_plot.draw([row | {"of_ideal": None} for row in rows])

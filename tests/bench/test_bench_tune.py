@@ -114,7 +114,7 @@ def planted(times):
 def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   path = tmp_path / "table.json"
   words = ["--shapes", "qwen3-235b", "deepseek-v3", "--write", str(path), "--operations"]
-  monkeypatch.setattr("sys.argv", ["python -m ultraep_jax bench tune", *words, "gated"])
+  monkeypatch.setattr("sys.argv", ["ultraep bench tune", *words, "gated"])
   monkeypatch.setattr(contest, "hold", planted({"deferred": 0.8, "in turns": 0.9}))
   tune.run(arguments(*words, "gated", "wgrad up"))
   table = json.loads(path.read_text())
@@ -128,7 +128,7 @@ def test_what_is_found_is_written_and_merged(tmp_path, monkeypatch, capsys):
   ]
   measured = found["gated", 128, 64]["measured"]
   assert measured["command"] == (
-    "python -m ultraep_jax bench tune --shapes qwen3-235b deepseek-v3 --operations gated"
+    "ultraep bench tune --shapes qwen3-235b deepseek-v3 --operations gated"
   )
   assert measured["gain"] == 0.25 and measured["us"] == 8e5
   tunings = Device.load(path).tunings

@@ -44,7 +44,7 @@ def test_what_is_not_said_is_scaled_by_data_sheets():
     assert one.matmul_rate(4096, 1536) == pytest.approx(peak * other.matmul_rate(4096, 1536))
     assert one["memory_rate"] == 2e12
   fact = slower.facts["copy_rate"]
-  assert fact.kind == "derived" and "h200: docs/benchmarks.md, Replication" in fact.source
+  assert fact.kind == "derived" and "h200: docs/lab/kernels.md, Replication" in fact.source
 
 
 def test_the_portable_layer_shares_what_it_does_not_say():

@@ -68,6 +68,8 @@ def finished(tmp_path_factory):
 
 def test_files_of_a_run(finished):
   folder, results = finished
+  assert uep.trace.read(folder / "trace").step_N.tolist() == [0, 1, 2, 3]  # without a flag
+  assert len(list(folder.glob("events.out.tfevents.*"))) == 1
   assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
   records = read(folder / "metrics.jsonl")
   assert records == results["history"]
@@ -111,6 +113,16 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path, monkeypatch):
   assert expected.keys() == got.keys()
   for name in expected:
     np.testing.assert_array_equal(got[name], expected[name], strict=True, err_msg=name)
+
+
+def test_a_new_run_replaces_files_and_says_what_it_wrote(tmp_path, capsys):
+  for _ in range(2):
+    main([*TINY, "--steps", "2", "--out", str(tmp_path)])
+  assert uep.trace.read(tmp_path / "trace").step_N.tolist() == [0, 1]
+  assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
+  *_, wrote, following = capsys.readouterr().out.splitlines()
+  assert wrote.startswith(f"wrote {tmp_path}/training.png")
+  assert following == f"next: ultraep view {tmp_path}/trace --open"
 
 
 def test_a_run_goes_on_with_another_strategy(tmp_path, monkeypatch):

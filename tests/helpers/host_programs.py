@@ -73,9 +73,9 @@ class HostPrograms:
     outputs: Any = Outputs(token_BR, token_BR != NAN_TOKEN, None, None, self.stats)
     return outputs
 
-  def cut(self, cache: Any, packing: Any, sizes: Any) -> list[Any]:
+  def cut(self, outputs: Any, packing: Any, sizes: Any) -> list[Any]:
     self.at("cut")
-    return [None] * len(sizes)
+    return [(None, None)] * len(sizes)
 
 
 class Model(nnx.Module):

@@ -11,6 +11,7 @@ PLANNING = {"plan_probes", "plan_quotas"}
 # Copies ride in the kernels of matmuls.
 FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"}
 LAYER = FORWARD | {"grouped_matmul_wgrad"}
+EXCHANGE = {"dispatch", "combine"}
 
 
 def equations(jaxpr):

@@ -35,7 +35,6 @@ def gated_by_copies(tuning, plan, rows, gate, up, sizes):
   copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
   return gated_beside(
     copying,
-    lambda copies: Projections(tuple(copies)),
     rows,
     Projections((gate, up)),
     sizes,

@@ -221,8 +221,8 @@ def test_inner_is_the_same_without_hidden(columns):
 
 def split(rows, home, replica, sizes, tuning=None, **kwargs):
   """As ``gated_matmul``, with replicas that come from no transfer."""
-  kwargs |= {"tuning": tuning, "replica_tuning": tuning}
-  return gated_beside(None, lambda _: replica, rows, home, sizes, **kwargs)[0]
+  kwargs |= {"replicas": replica, "tuning": tuning, "replica_tuning": tuning}
+  return gated_beside(None, rows, home, sizes, **kwargs)[0]
 
 
 # Of two home and two replica slots: a border inside a tile, replicas without rows, homes without.
@@ -301,7 +301,7 @@ def test_refuses_slots_without_weights():
   weights = Projections((zeros(2, 64, 128),) * 2)
   arguments = zeros(256, 64), weights, jnp.zeros(5, jnp.int32), swiglu
   with pytest.raises(ValueError, match=r"slots: expected 2 of range\(0, 5\), got range\(2, 5\)"):
-    jax.eval_shape(lambda: gated_beside(None, lambda _: weights, *arguments, keep_hidden=False))
+    jax.eval_shape(lambda: gated_beside(None, *arguments, keep_hidden=False, replicas=weights))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The replication kernel: lowering for GPUs, runs on virtual devices, and its work lists."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
-from pallas_kernels import support
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.replicate import _Fields, _turns, _work_list, replicate
 from pallas_kernels.transfer.tuning import TransferTuning
@@ -339,62 +337,3 @@ def test_rejects_automatic_axes():
 def test_rejects_tunings(arguments, message):
   with pytest.raises(ValueError, match=message):
     TransferTuning(**{"tile_bytes": 32768, **arguments})
-
-
-class Device:
-  def __init__(self, platform="gpu", compute_capability="9.0", process_index=0, slice_index=0):
-    self.platform, self.device_kind = platform, f"a {platform}"
-    self.compute_capability = compute_capability
-    self.process_index, self.slice_index = process_index, slice_index
-
-
-@pytest.mark.parametrize(
-  ("devices", "version", "reason"),
-  [
-    ([Device(), Device()], (0, 11, 2), None),
-    ([Device()], (0, 12, 1), None),
-    ([Device()], (0, 11, 1), "need jax >= 0.11.2"),
-    ([Device()], (0, 13, 0), "need jax >= 0.11.2"),
-    ([Device("cpu")], (0, 11, 2), r"need NVIDIA GPUs, these are \['a cpu'\]"),
-    ([Device(compute_capability="8.0")], (0, 11, 2), "need Hopper"),
-    ([Device(compute_capability="10.0")], (0, 11, 2), "need Hopper"),
-    ([Device(compute_capability="gfx942")], (0, 11, 2), "need Hopper"),
-    ([Device(), Device(), Device(process_index=1)], (0, 11, 2), "one process that drives all GPUs"),
-    ([Device(), Device(process_index=1)], (0, 11, 2), "NCCL >= 2.29 .*, no NCCL is loaded"),
-    ([Device(), Device(process_index=1, slice_index=1)], (0, 11, 2), "of one host, .* are of 2"),
-  ],
-)
-def test_says_why_it_cannot_run(devices, version, reason):
-  answer = support.why_unsupported(devices, version)
-  assert answer is None if reason is None else re.search(reason, answer)
-
-
-def test_takes_devices_that_name_no_host_for_those_of_several():
-  devices = [Device(), Device(process_index=1)]
-  for device in devices:
-    del device.slice_index
-  assert re.search("of one host", support.why_unsupported(devices, (0, 11, 2)))
-
-
-class Nccl:
-  """A loaded library: writes its version where the caller points."""
-
-  def __init__(self, number):
-    self.number = number
-
-  def ncclGetVersion(self, pointer):
-    pointer._obj.value = self.number
-
-
-@pytest.mark.parametrize(
-  ("number", "version", "reason"),
-  [
-    (22809, (2, 28, 9), "NCCL >= 2.29 .*, this is 2.28.9"),
-    (23203, (2, 32, 3), None),
-  ],
-)
-def test_reads_the_version_of_a_loaded_nccl(monkeypatch, number, version, reason):
-  monkeypatch.setattr(support.ctypes, "CDLL", lambda *args, **kwargs: Nccl(number))
-  assert support.nccl_version() == version
-  answer = support.why_unsupported([Device(), Device(process_index=1)])
-  assert answer is None if reason is None else re.search(reason, answer)

@@ -68,7 +68,8 @@ def test_every_device_chooses_for_its_own_tokens(axis_type, token_axes):
   mesh = jax.make_mesh((2, 2), ("data", "expert"), (axis_type,) * 2, devices=jax.devices()[:4])
 
   def loss(x, router_DE, bias_E, implementation, axes):
-    routed = block._route(x, router_DE, bias_E, mask, gating, implementation, axes)
+    router = block._Router(router_DE, None, bias_E)
+    routed = block._route(x, router, mask, None, gating, implementation, axes)
     losses = routed.load_balance_loss + routed.router_z_loss
     return losses + jnp.sum(routed.gate**2), routed
 

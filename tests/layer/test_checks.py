@@ -167,7 +167,7 @@ WRONG = {
   "domains that do not divide": (
     {"config": dataclasses.replace(CONFIG, domain_size=3)},
     ValueError,
-    "domain_size: expected a divisor of the 4 ranks, got 3",
+    "domain_size: expected a divisor of 4 ranks, got 3",
   ),
   "config as a dict": (
     {"config": {"replica_slots": 2}},

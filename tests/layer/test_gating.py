@@ -1,5 +1,6 @@
 """The router against an independent NumPy implementation, its losses and its bias."""
 
+import dataclasses
 import itertools
 
 import chex
@@ -18,7 +19,7 @@ from ultraep_jax import gating, implementation
 from ultraep_jax.gating import GatingConfig, gate
 
 OPTIONS = {
-  "scoring": ("softmax", "sigmoid"),
+  "scoring": ("softmax", "sigmoid", "sqrt_softplus"),
   "normalize_topk": (True, False),
   "routed_scaling": (1.0, 2.5),
   "groups": ((1, 1), (4, 2), (2, 1), (4, 4)),
@@ -38,8 +39,10 @@ def numpy_gate(logits, config, bias, mask):
     if config.scoring == "softmax":
       exp = np.exp(row - row.max())
       scores[t] = exp / exp.sum()
-    else:
+    elif config.scoring == "sigmoid":
       scores[t] = 1 / (1 + np.exp(-row))
+    else:
+      scores[t] = np.sqrt(np.log1p(np.exp(row)))
     if mask is not None and not mask[t]:
       continue
     # Ties are decided on what the router compares: float32.
@@ -148,7 +151,14 @@ def test_bias_changes_the_choice_and_not_the_gates():
   np.testing.assert_allclose(biased.gate_TK, jax.nn.sigmoid(logits[:, 3:]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+SCORES = {
+  "softmax": jax.nn.softmax,
+  "sigmoid": jax.nn.sigmoid,
+  "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
+@pytest.mark.parametrize("scoring", SCORES)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_gradient_flows_through_the_gates_alone(scoring, normalize):
   config = GatingConfig(
@@ -163,8 +173,7 @@ def test_gradient_flows_through_the_gates_alone(scoring, normalize):
   index = gate(logits, config, bias).expert_index_TK
 
   def expected(logits):
-    score = jax.nn.softmax if scoring == "softmax" else jax.nn.sigmoid
-    gates = jnp.take_along_axis(score(logits), index, axis=-1)
+    gates = jnp.take_along_axis(SCORES[scoring](logits), index, axis=-1)
     if normalize:
       gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     return jnp.sum(gates * weight)
@@ -176,6 +185,65 @@ def test_gradient_flows_through_the_gates_alone(scoring, normalize):
   np.testing.assert_allclose(to_logits, jax.grad(expected)(logits), atol=1e-6)
   assert np.abs(to_logits).max() > 1e-3
   np.testing.assert_array_equal(to_bias, jnp.zeros(16))
+
+
+def test_square_root_has_a_gradient_wherever_logits_are():
+  config = GatingConfig(num_experts=4, num_experts_per_tok=2, scoring="sqrt_softplus")
+  logits = jnp.asarray([[-1e4, -200.0, 0.0, 1e4], [-1e4] * 4])
+  out, grad = gate(logits, config), jax.grad(lambda x: gate(x, config).gate_TK[:, 0].sum())(logits)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((out, grad)))
+  np.testing.assert_allclose(out.scores_TE[0, 2:], [np.log(2) ** 0.5, 100.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scoring", SCORES)
+def test_a_choice_that_is_made_again_gets_the_same_gates(scoring):
+  """Bit for bit, gradients too, whatever bias and groups would choose; −1 is no expert."""
+  config = GatingConfig(
+    num_experts=16,
+    num_experts_per_tok=3,
+    scoring=scoring,
+    num_expert_groups=4,
+    topk_groups=2,
+    use_selection_bias=True,
+  )
+  logits, bias, mask = jnp.asarray(spaced_logits(9)), jnp.asarray(make_bias()), jnp.arange(24) > 2
+
+  def run(bias, index=None):
+    def gates(logits):
+      out = gate(logits, config, bias, mask, expert_index_TK=index)
+      return jnp.sum(jnp.square(out.gate_TK)), out
+
+    return jax.grad(gates, has_aux=True)(logits)
+
+  first = run(bias)
+  index = first[1].expert_index_TK
+  again = run(-bias, index)
+  assert (run(-bias)[1].expert_index_TK != index).any()
+  jax.tree.map(np.testing.assert_array_equal, again, first)
+
+  table = jax.random.randint(jax.random.key(0), (40, 3), 0, 16)  # hash routing: by the token
+  table = table.at[7].set(jnp.array([5, -1, -1]))
+  token = jnp.arange(24) % 8
+  hashed = gate(logits, config, bias, expert_index_TK=table[token])
+  np.testing.assert_array_equal(hashed.expert_index_TK, table[token])
+  np.testing.assert_array_equal(hashed.gate_TK[7], [1.0, 0.0, 0.0])
+  score = SCORES[scoring](logits)[3, table[3]]
+  np.testing.assert_allclose(hashed.gate_TK[3], score / score.sum(), rtol=1e-6)
+
+
+def test_logits_of_a_router_in_bfloat16():
+  """It chooses among rounded logits as PyTorch does, and the lower expert of two that are equal."""
+  exact = GatingConfig(num_experts=3, num_experts_per_tok=1, normalize_topk=False)
+  rounded = dataclasses.replace(exact, round_logits=True)
+  logits = jnp.array([[1.0, 1.0 + 2**-9, 0.0]])
+  assert jax.jit(lambda x: gate(x, exact))(logits).expert_index_TK.item() == 1
+  out = jax.jit(lambda x: gate(x, rounded))(logits)
+  assert out.expert_index_TK.item() == 0
+  narrow = logits.astype(jnp.bfloat16).astype(jnp.float32)
+  np.testing.assert_array_equal(out.scores_TE, jax.nn.softmax(narrow))
+  grad = jax.grad(lambda x: gate(x, rounded).gate_TK.sum())(logits)
+  want = jax.grad(lambda x: gate(x, exact).gate_TK.sum())(narrow)
+  np.testing.assert_allclose(grad, want, rtol=0.02)
 
 
 def test_masked_tokens_may_hold_nan_and_get_no_gradient():
@@ -287,6 +355,7 @@ def test_bias_updates_balance_a_skewed_router():
     ({"scoring": "tanh"}, ValueError, "scoring: expected one of"),
     ({"normalize_topk": 1}, TypeError, "normalize_topk: expected a bool, got int"),
     ({"use_selection_bias": None}, TypeError, "use_selection_bias: expected a bool"),
+    ({"round_logits": "yes"}, TypeError, "round_logits: expected a bool, got str"),
     ({"routed_scaling": 0.0}, ValueError, "routed_scaling: expected a finite number above 0"),
     ({"routed_scaling": float("nan")}, ValueError, "routed_scaling: expected a finite number"),
     ({"routed_scaling": "2"}, TypeError, "routed_scaling: expected a float, got str"),

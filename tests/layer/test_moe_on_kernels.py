@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 
+import fake_devices
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from layer_problems import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
 from model_layers import gradients, model_arguments
 from mosaic_interpret import interpreted
-from programs import LAYER, PLANNING, equations, kernel_names, kernels
+from programs import EXCHANGE, LAYER, PLANNING, equations, kernel_names, kernels
 from wire_rounding import on_rounded_tokens
 
 import pallas_kernels
@@ -39,7 +40,7 @@ def small_kernels(monkeypatch):
 
   One warpgroup a device: more of them, each waiting in a thread of the CPU's pool, can starve it.
   """
-  monkeypatch.setattr(implementation, "resolve", lambda _: ("mosaic_gpu", "portable"))
+  monkeypatch.setattr(implementation, "resolve", lambda *_: ("mosaic_gpu", "portable"))
   for tuning in (TransferTuning, ExchangeTuning):
     defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
     monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
@@ -99,6 +100,36 @@ def test_lowers_for_gpus(name, data, dispatch_dtype):
   assert kernel_names(traced.jaxpr) == LAYER | PLANNING
   assert "all_to_all" not in text and "collective_permute" not in text
   assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
+
+
+@pytest.mark.parametrize("layout", ["apart", "fused", "interleaved", "ungated"])
+def test_every_form_lowers_for_gpus(layout):
+  """With biases, forward and backward hold kernels only, and no weights are copied."""
+  experts, width, inner = 64, 320, 192
+
+  def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+  cols = inner if layout in ("apart", "ungated") else 2 * inner
+  into = [shape(experts, width, cols)] * (2 if layout == "apart" else 1)
+  biases = [shape(experts, cols)] * len(into)
+  wo, wo_bias = shape(experts, inner, width), shape(experts, width)
+  if layout == "apart":
+    weights = uep.ExpertWeights(*into, wo, *biases, wo_bias)
+  elif layout == "ungated":
+    weights = uep.ExpertWeights.ungated(*into, wo, *biases, wo_bias)
+  else:
+    turns = layout == "interleaved"
+    weights = uep.ExpertWeights.fused(*into, wo, *biases, wo_bias, interleaved=turns)
+  ungated = layout == "ungated"
+  activation = uep.activations.squared_relu if ungated else uep.activations.clamped_swiglu()
+  apply = functools.partial(uep.sharded_moe, config=CONFIG, activation=activation)
+  mesh = make_mesh(4)
+  index, gate = (jax.ShapeDtypeStruct((4 * 512, 8), kind) for kind in (jnp.int32, jnp.float32))
+  with jax.set_mesh(mesh):
+    traced = gradients(apply).trace(shape(4 * 512, width), index, gate, weights)
+    traced.lower(lowering_platforms=("cuda",))
+  assert kernel_names(traced.jaxpr) == LAYER | PLANNING
 
 
 def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
@@ -244,30 +275,6 @@ def reaches_others(kernel):
   )
 
 
-def test_auto_is_portable_on_other_devices(caplog):
-  with caplog.at_level("INFO", logger="ultraep_jax"):
-    implementation._say_once.cache_clear()
-    for _ in range(2):
-      assert implementation.resolve("auto") == ("portable",)
-  assert [record.message for record in caplog.records] == [
-    'implementation "auto" is "portable": the kernels need NVIDIA GPUs, these are [\'cpu\']'
-  ]
-
-
-def test_auto_picks_kernels_where_they_run(monkeypatch):
-  monkeypatch.setattr(implementation, "why_portable", lambda: None)
-  assert implementation.resolve("auto") == ("mosaic_gpu", "portable")
-  assert implementation.resolve("mosaic_gpu") == ("mosaic_gpu",)
-
-
-def test_the_last_reason_is_raised():
-  candidates = {"mosaic_gpu": cannot("first"), "portable": cannot("second")}
-  with pytest.raises(NotImplementedError, match="second"):
-    implementation.first_that_can(("mosaic_gpu", "portable"), candidates)
-  with pytest.raises(NotImplementedError, match="first"):
-    implementation.first_that_can(("mosaic_gpu",), candidates)
-
-
 def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
   problem = make_problem(make_mesh(4), tokens=48, experts=8, width=136)
   config = dataclasses.replace(CONFIG, implementation="auto", dispatch_dtype="float8_e4m3fn")
@@ -279,10 +286,40 @@ def test_a_width_that_kernels_cannot_carry_in_fp8_is_carried_portably(caplog):
 
 
 def traced_for_gpus(function, *args):
-  """Its program as where kernels run."""
-  with pytest.MonkeyPatch.context() as patched:
-    patched.setattr(implementation, "why_portable", lambda: None)
+  """Its program as on H200s."""
+  with fake_devices.gpus():
     return jax.jit(function).trace(*args).jaxpr
+
+
+def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
+  mesh = make_mesh(4)
+  config = dataclasses.replace(CONFIG, implementation="auto", node_size=2)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=config)
+    arguments = model_arguments("qwen3-235b", mesh)
+    jaxpr = traced_for_gpus(gradients(apply), *arguments)
+    assert kernel_names(jaxpr) == (LAYER - EXCHANGE) | PLANNING
+    assert "all_to_all" in str(jaxpr) and "ppermute" in str(jaxpr)
+    one_node = dataclasses.replace(config, node_size=4)
+    apply = functools.partial(uep.sharded_moe, config=one_node)
+    assert kernel_names(traced_for_gpus(gradients(apply), *arguments)) == LAYER | PLANNING
+
+
+BLACKWELL = {"route_rows", "replicate", "reduce_replicas"} | EXCHANGE | PLANNING
+
+
+def test_blackwell_gpus_multiply_portably():
+  mesh = make_mesh(4)
+  config = dataclasses.replace(CONFIG, implementation="auto")
+  with jax.set_mesh(mesh), fake_devices.gpus("10.0"):
+    apply = functools.partial(uep.sharded_moe, config=config)
+    traced = gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
+    assert kernel_names(traced.jaxpr) == BLACKWELL
+    # Slots that no other test has, so that nothing is traced already.
+    config = dataclasses.replace(CONFIG, replica_slots=7)
+    apply = functools.partial(uep.sharded_moe, config=config)
+    with pytest.raises(NotImplementedError, match="matmul: the kernels need Hopper GPUs"):
+      gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
 
 
 @pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])

@@ -120,6 +120,44 @@ def forward(model, x):
   return model(x)
 
 
+@nnx.jit
+def replayed(model, x, mask, expert_index):
+  def loss(model, x):
+    y, aux = model(x, mask, expert_index=expert_index)
+    return scalar_loss(y, aux.load_balance_loss, aux.router_z_loss), (y, aux)
+
+  wrt = (nnx.DiffState(0, nnx.Param), 1)
+  grads, (y, aux) = nnx.grad(loss, argnums=wrt, has_aux=True)(model, x)
+  return y, aux, grads
+
+
+@pytest.mark.parametrize("mesh", [AxisType.Explicit], indirect=True)
+def test_choices_are_made_again_bit_for_bit(mesh):
+  """Of the same weights everything; of others the choices, with gates of their own."""
+  model, mask = make_model(use_router_bias=True), jnp.arange(24).reshape(8, 3) % 5 != 1
+  model.router_bias[...] = jnp.linspace(-1.0, 1.0, E)
+  first = loss_and_grads(model, make_x(), mask)
+  chosen = first[1].expert_index
+  assert chosen.shape == (8, 3, K) and chosen.dtype == jnp.int32
+  assert ((chosen == -1).all(axis=-1) == ~mask).all()
+  again = replayed(model, make_x(), mask, chosen)
+  chex.assert_trees_all_equal(host(again), host(first))
+  assert np.abs(host(nnx.to_pure_dict(first[2][0])["router_bias"])).min() > 0
+
+  model.router[...] = -model.router[...]
+  own, moved = forward(model, make_x())[1], replayed(model, make_x(), mask, chosen)
+  assert (np.asarray(own.expert_index)[mask] != np.asarray(chosen)[mask]).any()
+  np.testing.assert_array_equal(moved[1].expert_index, chosen)
+  np.testing.assert_array_equal(moved[1].expert_load_E, first[1].expert_load_E)
+  assert (np.asarray(moved[0]) != np.asarray(first[0])).any()
+  with pytest.raises(
+    ValueError, match=r"expert_index: expected shape \(8, 3, 2\), got \(8, 3, 1\)"
+  ):
+    model(make_x(), expert_index=chosen[..., :1])
+  with pytest.raises(TypeError, match="expert_index: expected dtype int32, got uint32"):
+    model(make_x(), expert_index=chosen.astype(jnp.uint32))
+
+
 @both_kinds
 @pytest.mark.parametrize("masked", [False, True])
 def test_output_losses_and_gradients_equal_a_dense_layer(mesh, masked):

@@ -1,121 +1,16 @@
 """Configurations of published models: what is read, and what is refused."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
+from published_configs import DEEPSEEK_V3, GLM_45, PUBLISHED, QWEN3_30B
 
 from ultraep_jax.gating import GatingConfig
 from ultraep_jax.models import GroupedQuery, Latent, ModelConfig, Rotary, Yarn
 from ultraep_jax.models.names import ignored_patterns, sources
 from ultraep_jax.models.params import param_specs
 from ultraep_jax.models.rotary import cosines_and_sines, frequencies, rotate
-
-# As on the Hugging Face Hub, less what has no part in prefill.
-QWEN3_30B: dict[str, Any] = {
-  "attention_bias": False,
-  "decoder_sparse_step": 1,
-  "head_dim": 128,
-  "hidden_act": "silu",
-  "hidden_size": 2048,
-  "intermediate_size": 6144,
-  "max_position_embeddings": 40960,
-  "mlp_only_layers": [],
-  "model_type": "qwen3_moe",
-  "moe_intermediate_size": 768,
-  "norm_topk_prob": True,
-  "num_attention_heads": 32,
-  "num_experts": 128,
-  "num_experts_per_tok": 8,
-  "num_hidden_layers": 48,
-  "num_key_value_heads": 4,
-  "rms_norm_eps": 1e-06,
-  "rope_scaling": None,
-  "rope_theta": 1000000.0,
-  "sliding_window": None,
-  "tie_word_embeddings": False,
-  "use_sliding_window": False,
-  "vocab_size": 151936,
-}
-GLM_45: dict[str, Any] = {
-  "attention_bias": True,
-  "first_k_dense_replace": 3,
-  "head_dim": 128,
-  "hidden_act": "silu",
-  "hidden_size": 5120,
-  "intermediate_size": 12288,
-  "max_position_embeddings": 131072,
-  "model_type": "glm4_moe",
-  "moe_intermediate_size": 1536,
-  "n_group": 1,
-  "n_routed_experts": 160,
-  "n_shared_experts": 1,
-  "norm_topk_prob": True,
-  "num_attention_heads": 96,
-  "num_experts_per_tok": 8,
-  "num_hidden_layers": 92,
-  "num_key_value_heads": 8,
-  "num_nextn_predict_layers": 1,
-  "partial_rotary_factor": 0.5,
-  "rms_norm_eps": 1e-05,
-  "rope_scaling": None,
-  "rope_theta": 1000000,
-  "routed_scaling_factor": 2.5,
-  "tie_word_embeddings": False,
-  "topk_group": 1,
-  "use_qk_norm": True,
-  "vocab_size": 151552,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-  "attention_bias": False,
-  "first_k_dense_replace": 3,
-  "hidden_act": "silu",
-  "hidden_size": 7168,
-  "intermediate_size": 18432,
-  "kv_lora_rank": 512,
-  "max_position_embeddings": 163840,
-  "model_type": "deepseek_v3",
-  "moe_intermediate_size": 2048,
-  "moe_layer_freq": 1,
-  "n_group": 8,
-  "n_routed_experts": 256,
-  "n_shared_experts": 1,
-  "norm_topk_prob": True,
-  "num_attention_heads": 128,
-  "num_experts_per_tok": 8,
-  "num_hidden_layers": 61,
-  "num_key_value_heads": 128,
-  "num_nextn_predict_layers": 1,
-  "q_lora_rank": 1536,
-  "qk_nope_head_dim": 128,
-  "qk_rope_head_dim": 64,
-  "quantization_config": {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-  },
-  "rms_norm_eps": 1e-06,
-  "rope_scaling": {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "factor": 40,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
-  },
-  "rope_theta": 10000,
-  "routed_scaling_factor": 2.5,
-  "scoring_func": "sigmoid",
-  "tie_word_embeddings": False,
-  "topk_group": 4,
-  "topk_method": "noaux_tc",
-  "v_head_dim": 128,
-  "vocab_size": 129280,
-}
-PUBLISHED = [QWEN3_30B, GLM_45, DEEPSEEK_V3]
 
 
 def test_qwen3():
@@ -124,7 +19,7 @@ def test_qwen3():
     vocab_size=151936,
     embed_dim=2048,
     is_moe=(True,) * 48,
-    attention=GroupedQuery(num_heads=32, num_key_heads=4, head_dim=128, qk_norm=True),
+    attention=GroupedQuery(num_heads=32, num_key_heads=4, head_dim=128, qk_norm="head"),
     rotary=Rotary(dim=128, theta=1e6),
     dense_dim=6144,
     expert_dim=768,
@@ -138,7 +33,7 @@ def test_glm():
     vocab_size=151552,
     embed_dim=5120,
     is_moe=(False,) * 3 + (True,) * 89,
-    attention=GroupedQuery(num_heads=96, num_key_heads=8, head_dim=128, qk_norm=True, bias=True),
+    attention=GroupedQuery(num_heads=96, num_key_heads=8, head_dim=128, qk_norm="head", bias=True),
     rotary=Rotary(dim=64, theta=1e6),
     dense_dim=12288,
     expert_dim=1536,
@@ -172,7 +67,7 @@ def test_deepseek():
   )
   yarn = Yarn(factor=40, original_positions=4096, attention_factor=1.0)
   assert config.rotary == Rotary(dim=64, theta=1e4, interleaved=True, yarn=yarn)
-  assert [len(run) for run in config.runs] == [3, 58]
+  assert [len(stack) for stack in config.stacks] == [3, 58] and config.runs == ((0,), (1,))
   assert config.gating.num_expert_groups == 8 and config.gating.topk_groups == 4
 
 
@@ -207,7 +102,11 @@ def test_which_layers_are_mixtures():
   hf = QWEN3_30B | {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
   config = ModelConfig.from_hf(hf)
   assert [i for i, is_moe in enumerate(config.is_moe) if is_moe] == [1, 5, 7]
-  assert config.runs == ((0,), (1,), (2, 3, 4), (5,), (6,), (7,))
+  assert config.stacks == ((0,), (1,), (2, 3, 4), (5,), (6,), (7,))
+  assert config.runs == tuple((i,) for i in range(6))
+  alternate = ModelConfig.from_hf(QWEN3_30B | {"decoder_sparse_step": 2})
+  assert alternate.stacks == (tuple(range(0, 48, 2)), tuple(range(1, 48, 2)))
+  assert alternate.runs == ((0, 1),)
 
 
 YARN = DEEPSEEK_V3["rope_scaling"]
@@ -216,7 +115,8 @@ YARN = DEEPSEEK_V3["rope_scaling"]
 @pytest.mark.parametrize(
   ("hf", "changes", "message"),
   [
-    (QWEN3_30B, {"model_type": "mixtral"}, "model_type: expected one of .*got 'mixtral'"),
+    (QWEN3_30B, {"model_type": "qwen4_moe"}, "one of .*olmoe.*nearest: qwen3_moe.*got 'qwen4_moe'"),
+    (QWEN3_30B, {"model_type": 3}, "model_type: expected one of .*got 3"),
     (QWEN3_30B, {"hidden_act": "gelu"}, "hidden_act: expected one of .*got 'gelu'"),
     (QWEN3_30B, {"use_sliding_window": True}, "use_sliding_window: .*got True"),
     (QWEN3_30B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected"),

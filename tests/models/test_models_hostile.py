@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_files import write_checkpoint, write_raw
 from hostile_values import VALUES, places, replaced
-from test_models_config import DEEPSEEK_V3, GLM_45, QWEN3_30B
+from published_configs import DEEPSEEK_V3, GLM_45, QWEN3_30B
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig

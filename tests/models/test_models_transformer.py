@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from prompts import lay_out
-from test_models_config import PUBLISHED
+from published_configs import PUBLISHED
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
@@ -97,7 +97,7 @@ def test_random_weights_and_no_mixture():
 
 @pytest.mark.parametrize("kind", [models.GroupedQuery, models.Latent])
 def test_nothing_reads_what_attention_leaves_in_padding(monkeypatch, kind):
-  own = dataclasses.replace(SMALL.attention, qk_norm=True)
+  own = dataclasses.replace(SMALL.attention, qk_norm="head")
   if kind is models.Latent:
     own = models.Latent(
       num_heads=4, query_rank=8, latent_rank=8, nope_dim=4, rope_dim=8, value_dim=6, scale=0.3

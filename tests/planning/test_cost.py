@@ -1,6 +1,7 @@
 """What the planner weighs: seconds on described devices as rows, and whether a plan can gain."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def test_a_copy_is_what_is_exposed_of_it_and_a_slot():
   slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
   assert cost.plan.copy_rows == round((sent + slot) / row) and 2300 < cost.plan.copy_rows < 2500
   assert cost.plan.capacity_rows == 1000
-  assert cost.fixed_rows == round(16 * 9e-6 / row)
+  assert cost.fixed_rows == round(142e-6 / row)
 
 
 def test_narrow_experts_take_longer_a_row():
@@ -52,7 +53,7 @@ def test_copies_alone_cost_all_of_their_time():
   half = H200.replace("test", copy_exposed_forward=0.5)
   assert costs.copy_seconds(half, 35_000_000) == pytest.approx(0.5e-4)
   # In float32 experts are multiplied in plain JAX, and no kernel hides their copies.
-  kernels, portable = (cost_on(H200, F32, experts(4096, 1536), 1, kernels=k) for k in (True, False))
+  kernels, portable = (cost_on(H200, F32, experts(4096, 1536), 1, moving=m) for m in (True, False))
   size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
   assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + 512)
   assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + 512)
@@ -62,7 +63,7 @@ def test_the_config_decides():
   args = BF16, experts(4096, 1536), 1000
   assert layer_cost(*args, TIME) == LayerCost(PlanCost(0, 1000), 0)  # a CPU: nothing is known
   described = dataclasses.replace(TIME, device=H200)
-  assert layer_cost(*args, described) == cost_on(H200, *args, kernels=False)
+  assert layer_cost(*args, described) == cost_on(H200, *args, moving=False, multiplying=False)
   on_kernels = dataclasses.replace(described, implementation="mosaic_gpu")
   assert layer_cost(*args, on_kernels) == cost_on(H200, *args)
   given = dataclasses.replace(on_kernels, copy_rows=7)
@@ -164,7 +165,7 @@ def test_a_layer_that_cannot_gain_plans_nothing():
   few = uep.BalanceConfig(device=H200, capacity_factor=4.0)
   text, stats = run_layer(few, tokens=8)
   balanced, other = run_layer(dataclasses.replace(few, objective="balance"), tokens=8)
-  assert "name=_plan\n" not in text and "name=_plan\n" in balanced
+  assert not re.search(r"name=_plan\s", text) and re.search(r"name=_plan\s", balanced)
   assert int(stats.replicas[0]) == 0 < int(other.replicas[0])
   np.testing.assert_array_equal(stats.load_after_G[0], [64, 0, 0, 0])
   assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, other)

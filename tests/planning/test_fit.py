@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from scalar_planner import most_copies, twin_construction
 
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
@@ -112,37 +113,28 @@ def test_the_construction_keeps_to_the_slots_that_suffice(ranks, home):
   assert expert_NRS[0, 0, -1] >= 0  # no slot to spare
 
 
-def constructed(load_RM):
-  """What each rank receives, as (expert, tokens), one step after the other.
-
-  Of equal ranks the first gives or receives, of equal experts the first goes first.
-  """
-  left_RM, (ranks, home) = load_RM.tolist(), load_RM.shape
-  load_R, given = [sum(left_M) for left_M in left_RM], [[] for _ in range(ranks)]
-  cap = -(-sum(load_R) // ranks)
-  while max(load_R) > cap:
-    giver, receiver = load_R.index(max(load_R)), load_R.index(min(load_R))
-    missing = cap - load_R[receiver]
-    while missing:
-      place = left_RM[giver].index(max(left_RM[giver]))
-      tokens = min(missing, left_RM[giver][place])
-      given[receiver].append((giver * home + place, tokens))
-      left_RM[giver][place] -= tokens
-      load_R[giver] -= tokens
-      load_R[receiver] += tokens
-      missing -= tokens
-  return given
-
-
-@pytest.mark.parametrize("ranks, home", [(4, 8), (5, 3)])
-def test_the_construction_among_equals(ranks, home):
+@pytest.mark.parametrize(
+  "ranks, home, transfer", [(4, 8, "auto"), (5, 3, "auto"), (5, 3, "direct")]
+)
+def test_the_construction_among_equals(ranks, home, transfer):
+  """Of equal ranks the first gives or receives, of equal experts the first goes first."""
   load_NRM = random_loads(300, ranks, home, seed=ranks)
   slots = slots_that_suffice(ranks * home, ranks)
-  _, *placed = jax.jit(construct, static_argnums=(1, 2))(load_NRM, slots, False)
-  for load_RM, *placed_RS in zip(load_NRM, *map(np.asarray, placed), strict=True):
-    for given, *placed_S in zip(constructed(load_RM), *placed_RS, strict=True):
-      given += [(-1, 0)] * (slots - len(given))
+  outcome_N, *placed = jax.jit(construct, static_argnums=(1, 2))(
+    load_NRM, slots, transfer == "direct"
+  )
+  forwarding = 0
+  for index, (load_RM, *placed_RS) in enumerate(
+    zip(load_NRM, *map(np.asarray, placed), strict=True)
+  ):
+    held, order = twin_construction(load_RM.reshape(-1).tolist(), ranks, slots)
+    for given, *placed_S in zip(held, *placed_RS, strict=True):
+      given = given + [(-1, 0)] * (slots - len(given))
       assert given == list(zip(*(each.tolist() for each in placed_S), strict=True))
+    most = most_copies(held, order, home, transfer)
+    assert outcome_N.copies[index] == most and outcome_N.replicas[index] == len(order)
+    forwarding += most > max(map(len, held))
+  assert forwarding > 10  # a rank sends more than any receives
 
 
 def test_fewer_slots_do_not_suffice():

@@ -1,11 +1,14 @@
 """The command line: every command, what it prints, what it refuses and how it ends."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_megatron
+import router_traces
 import traces
+from fake_devices import gpus
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from ultraep_jax import cli, testing
+from ultraep_jax import cli, nodes, testing
 from ultraep_jax.bench.kernels import exchange as bench_exchange
 from ultraep_jax.bench.kernels import plan as bench_plan
 from ultraep_jax.commands import bench, demo
@@ -54,7 +58,7 @@ def test_help(name, capsys):
     cli.main([name, "--help"])
   assert end.value.code == 0
   text = capsys.readouterr().out
-  assert text.startswith(f"usage: python -m ultraep_jax {name}")
+  assert text.startswith(f"usage: ultraep {name}")
   module = importlib.import_module(f"ultraep_jax.commands.{name}")
   for line in (module.__doc__ or "").splitlines():
     assert line in text
@@ -63,11 +67,35 @@ def test_help(name, capsys):
 def test_list_of_commands(capsys):
   with pytest.raises(SystemExit, match="0"):
     cli.main(["--help"])
-  listed = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
+  listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
   assert listed == list(cli.COMMANDS)
-  documents = [(ROOT / name).read_text() for name in ("README.md", "docs/api.md")]
+  readme = (ROOT / "README.md").read_text()
   for name in cli.COMMANDS:
-    assert all(f"ultraep_jax {name}" in document for document in documents), name
+    assert f"ultraep {name}" in readme, name
+
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_pages_are_right(page, monkeypatch):
+  """They parse; what they name need not be there. Measurements have parsers of their own."""
+  text = page.read_text()
+  lines = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*ultraep (.+)$", text, re.MULTILINE)
+  lines += re.findall(r"`ultraep ([^`]+)`", text)
+  for line in lines:
+    name, *arguments = shlex.split(line.replace("…", ""), comments=True)
+    if name in cli.COMMANDS and name not in ("demo", "bench") and "COMMAND" not in line:
+      command = importlib.import_module(f"ultraep_jax.commands.{name}")
+      parser = argparse.ArgumentParser()
+      command.add_arguments(parser)
+      monkeypatch.setattr(
+        parser, "error", lambda message, line=line: pytest.fail(f"{line}: {message}")
+      )
+      if arguments:
+        parser.parse_args([a if a != "N" else "2" for a in arguments])
+    else:
+      assert name in (*cli.COMMANDS, "COMMAND"), line
 
 
 @pytest.mark.parametrize(
@@ -76,7 +104,7 @@ def test_list_of_commands(capsys):
 def test_wrong_command_lines_end_with_2(wrong, capsys):
   with pytest.raises(SystemExit, match="2"):
     cli.main(wrong)
-  assert "usage: python -m ultraep_jax" in capsys.readouterr().err
+  assert "usage: ultraep" in capsys.readouterr().err
 
 
 def test_interrupt_ends_with_130(monkeypatch):
@@ -138,7 +166,7 @@ def test_bench_lists_and_passes_arguments_on(capsys):
     with pytest.raises(SystemExit, match="0"):
       cli.main(["bench", name, "--help"])
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: python -m ultraep_jax bench {name}") and "--" in out
+    assert out.startswith(f"usage: ultraep bench {name}") and "--" in out
   assert sys.argv == before
   for name in ("speed", "timing"):
     status, _, err = run(capsys, "bench", name)
@@ -160,8 +188,10 @@ def test_doctor_prints_text_and_json(capsys):
   assert status == 0 and "check" not in text
   status, out, _ = run(capsys, "doctor", "--no-check", "--json")
   report = json.loads(out)
-  assert report["implementation"] == "portable" and report["reason"] in text
-  assert "the kernels need NVIDIA GPUs" in report["reason"]
+  assert report["implementation"] == "portable" and report["nodes"] == [8]
+  for operation, (picked, reason) in report["operations"].items():
+    assert picked == "portable" and reason == "the kernels need NVIDIA GPUs, this is a cpu"
+    assert re.search(rf"^  {operation} +portable +{reason}$", text, re.MULTILINE)
   assert sum(report["devices"].values()) == 8 and report["check"] is None
   assert "as if copies cost nothing" in report["description"] and report["description"] in text
   assert 'jax.make_mesh((8,), ("expert",))' in report["mesh"]
@@ -169,14 +199,42 @@ def test_doctor_prints_text_and_json(capsys):
 
 def test_doctor_checks_a_layer(capsys):
   status, text, _ = run(capsys, "doctor")
-  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 to 1.0'
+  expected = r'check: +passed .* "portable" on 4 devices: imbalance 1.50 before, 1.0'
   assert status == 0 and re.search(expected, text)
 
 
-def test_doctor_says_where_kernels_run(capsys, monkeypatch):
-  monkeypatch.setattr(sys.modules["ultraep_jax.doctor"], "why_portable", lambda: None)
-  status, text, _ = run(capsys, "doctor", "--no-check")
-  assert status == 0 and '"auto" picks "mosaic_gpu": its kernels run on these devices' in text
+@pytest.mark.parametrize(
+  ("environment", "devices"), [({}, "4 x virtual cpu"), ({"JAX_NUM_CPU_DEVICES": "2"}, "2 x cpu")]
+)
+def test_doctor_has_something_to_balance_on_a_cpu(environment, devices):
+  own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  done = subprocess.run(
+    command("doctor"),
+    cwd=ROOT,
+    env=own | environment | {"JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert f"devices:        {devices} (1 process)" in done.stdout
+  assert "imbalance 1.50 before, 1.0" in done.stdout
+  assert "bfloat16" in done.stdout and "is rounding" in done.stdout
+
+
+def test_doctor_says_what_runs_by_kernels(capsys, monkeypatch):
+  with gpus():
+    status, text, _ = run(capsys, "doctor", "--no-check")
+  assert status == 0 and '"auto" is mosaic_gpu\n' in text
+  assert len(re.findall("mosaic_gpu  its kernel runs here", text)) == 6
+  with gpus("10.0"):
+    text = run(capsys, "doctor", "--no-check")[1]
+  assert '"auto" is mosaic_gpu, portable matmul\n' in text
+  assert len(re.findall("compiles for Blackwell GPUs and has never run", text)) == 5
+  monkeypatch.setattr(nodes, "_node", lambda device: (device.id // 2,))
+  with gpus():
+    text = run(capsys, "doctor", "--no-check")[1]
+  assert '4, of 2 devices; domain_size="auto" keeps copies among 2 ranks' in text
+  assert '"auto" is mosaic_gpu, portable replicate, exchange\n' in text
 
 
 @pytest.mark.parametrize(
@@ -234,11 +292,10 @@ def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch
 
 
 def test_mesh_advice():
-  one = mesh_advice(1, 1, "cpu")
+  one = mesh_advice(1, "cpu")
   assert "nothing to balance" in one and "jax_num_cpu_devices" in one
-  assert "jax_num_cpu_devices" not in mesh_advice(1, 1, "gpu")
-  assert "domain_size" not in mesh_advice(8, 8, "gpu")
-  assert "domain_size=8 keeps copies" in mesh_advice(64, 8, "gpu")
+  assert "jax_num_cpu_devices" not in mesh_advice(1, "gpu")
+  assert '("expert",))' in mesh_advice(8, "gpu")
 
 
 # --- plan ------------------------------------------------------------------------------------
@@ -367,8 +424,8 @@ def test_plan_refuses_wrong_numbers(arguments, message, capsys):
 
 
 def test_trace_show_and_import(tmp_path, capsys):
-  test_megatron.write_run(tmp_path / "from")
-  arguments = ("import", tmp_path / "from", tmp_path / "to", "--experts", test_megatron.E)
+  router_traces.write_run(tmp_path / "from")
+  arguments = ("import", tmp_path / "from", tmp_path / "to", "--experts", router_traces.E)
   status, text, _ = run(capsys, "trace", *arguments)
   assert status == 0 and "6 records, steps 0 to 2" in text
   assert "after: as planned on import, not measured" in text

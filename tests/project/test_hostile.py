@@ -31,6 +31,7 @@ LOADS = "--tokens=64 --steps=1 --layers=1 --seeds=1 --period=1 --strategies none
 CHEAP = {
   "plan": f"plan {TINY}",
   "simulate": f"simulate --ranks=4 {LOADS}",
+  "recommend": "recommend --model=Qwen3-235B --records=1 {trace}",
   "doctor": "doctor --no-check",
   "paper": "paper",
   "view": "view {trace} --html={out}",
@@ -97,7 +98,7 @@ def check(capsys, words: Sequence[str]) -> None:
   assert status in (0, 1, 2) and "Traceback" not in said, (words, status, said)
   if status:
     line = said.splitlines()[-1]
-    assert re.match(r"(python -m ultraep_jax|train_tiny_moe)", line), (words, said)
+    assert re.match(r"(ultraep|train_tiny_moe)", line), (words, said)
     assert len(line) < 1000 and "Error" not in line.replace("[Errno", ""), (words, said)
 
 
@@ -138,7 +139,7 @@ def test_a_hostile_value_is_refused_in_one_line(name, places, capsys):
       if action.option_strings:
         check(capsys, [*cheap, f"{action.option_strings[-1]}={value}"])
       elif action.nargs in ("*", "+", "?", None):
-        check(capsys, [*cheap[: -1 if name == "trace show" else None], value])
+        check(capsys, [*cheap[: -1 if name in ("trace show", "recommend") else None], value])
   assert number or name == "doctor"
 
 
@@ -210,13 +211,13 @@ def test_an_endless_file_is_not_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "NaN", "true", '"1e-3"', "[]", "1e-300"])
-def test_calibrations_with_other_numbers(value, tmp_path, capsys):
-  built_in = ROOT / "ultraep_jax/simulate/calibrations/h200.json"
-  path = tmp_path / "calibration.json"
+def test_descriptions_with_other_numbers(value, tmp_path, capsys):
+  built_in = ROOT / "ultraep_jax/devices/h200.json"
+  path = tmp_path / "device.json"
   text = re.sub(r'("copy_rate": {\s*"value": )[^,]+', rf"\g<1>{value}", built_in.read_text())
   assert text != built_in.read_text()
   path.write_text(text)
-  line = [*CHEAP["simulate"].split(), f"--calibration={path}"]
+  line = [*CHEAP["simulate"].split(), f"--device={path}"]
   status, said = run(capsys, line)
   assert status == 1 and "copy_rate: expected a" in said
 
@@ -277,7 +278,7 @@ def test_numbers_of_processes(count, capsys):
 def test_unknown_options_show_the_usage_of_their_command(capsys):
   for line, usage in (("plan --skew 5", "plan"), ("trace show x --skew 5", "trace show")):
     status, said = run(capsys, line.split())
-    assert status == 2 and said.startswith(f"usage: python -m ultraep_jax {usage} [")
+    assert status == 2 and said.startswith(f"usage: ultraep {usage} [")
     assert f"{usage}: error: unrecognized arguments: --skew" in said
 
 
@@ -296,7 +297,7 @@ for line in ("doctor", "doctor --json", "plan {TINY}", "bench layer"):
     text=True,
     check=True,
   )
-  lines = [line for line in done.stderr.splitlines() if line.startswith("python -m ultraep_jax")]
+  lines = [line for line in done.stderr.splitlines() if line.startswith("ultraep")]
   assert len(lines) == 4 and "Traceback" not in done.stderr
   assert all("devices: expected some that JAX can start, got: " in line for line in lines)
 

@@ -4,9 +4,10 @@ import graphlib
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
-from source_tree import FILES, ROOT, imported_modules, source_file
+from source_tree import BARE, FILES, ROOT, imported_modules, source_file
 
 import pallas_kernels
 
@@ -30,11 +31,13 @@ ultraep_jax/sharded
 ultraep_jax/moe
 ultraep_jax/compute ultraep_jax/simulate ultraep_jax/viewer
 ultraep_jax/stats ultraep_jax/strategies ultraep_jax/trace ultraep_jax/transport
+ultraep_jax/advice
 ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
 ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
-ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed
+ultraep_jax/nodes
+ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
-ultraep_jax/files
+ultraep_jax/figures ultraep_jax/files ultraep_jax/tables
 pallas_kernels/__init__
 pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing
@@ -56,6 +59,15 @@ def place_of(path: str) -> str:
 
 def imported_files(path: str) -> set[str]:
   return {file for module in imported_modules(path) if (file := source_file(module))} - {path}
+
+
+def test_tests_share_helpers_alone():
+  """What pytest adds to the path, so that files are found by bare name; tests import no tests."""
+  options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+  assert tuple(options["pythonpath"]) == BARE
+  for path in FILES:
+    imported = {module.rpartition(".")[2] for module in imported_modules(path)}
+    assert not any(name.startswith("test_") for name in imported), path
 
 
 @pytest.mark.parametrize("path", FILES)

@@ -4,6 +4,7 @@ import importlib
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -11,10 +12,8 @@ import tomllib
 import types
 import venv
 import zipfile
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from source_tree import FILES, ROOT
 
@@ -29,9 +28,6 @@ DATA = {
   *(
     f"ultraep_jax/devices/{name}.json"
     for name in ("gb200", "gb300", "h100", "h100_pcie", "h20", "h200", "nvl64")
-  ),
-  *(
-    f"ultraep_jax/simulate/calibrations/{name}.json" for name in ("h200", "h200_portable", "nvl64")
   ),
 }
 
@@ -51,9 +47,8 @@ def test_public_name_is_described(name):
   value = getattr(ultraep_jax, name)
   if callable(value) or isinstance(value, types.ModuleType):
     assert value.__doc__, f"{name}: expected a docstring, got none"
-  for document, prefix in (("README.md", "`"), ("docs/api.md", r"uep\.")):
-    text = (ROOT / document).read_text()
-    assert re.search(rf"{prefix}{name}\b", text), f"{name} is not in {document}"
+  pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+  assert re.search(rf"^::: ultraep_jax\.{name}\b", pages, re.MULTILINE), f"{name} is on no page"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +62,7 @@ def test_fields_are_described_in_docstrings(kind):
 
 def test_scalars_are_described_in_their_docstring():
   stats = ultraep_jax.LayerStats(*[jnp.ones(1)] * len(ultraep_jax.LayerStats._fields))
-  described = re.findall(r"^    ``(\w+)``", stats.scalars.__doc__ or "", re.MULTILINE)
+  described = re.findall(r"^    \| ``(\w+)``", stats.scalars.__doc__ or "", re.MULTILINE)
   assert described == list(stats.scalars())
 
 
@@ -78,20 +73,11 @@ def readme_blocks(language: str) -> list[str]:
   return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_readme_has_two_commands_and_ci_runs_the_second_last():
-  demo, tests = (block.strip() for block in readme_blocks("bash"))
-  assert demo.endswith("-m ultraep_jax demo")
+def test_readme_has_a_demo_and_ci_runs_its_tests_last():
+  install, demo, tests = (block.strip() for block in readme_blocks("bash"))
+  assert install.endswith('pip install -e ".[examples]"') and demo == "ultraep demo"
   assert (ROOT / ".ci/run").read_text().splitlines()[-1] == tests
   assert os.access(ROOT / ".ci/run", os.X_OK)
-
-
-@pytest.mark.slow
-def test_readme_layers_compute_the_same():
-  scope: dict[str, Any] = {"__name__": "readme"}
-  for block in readme_blocks("python"):
-    exec(block, scope)
-  expected = scope["MoE"].__call__(scope["layer"], scope["x"])
-  np.testing.assert_allclose(scope["y"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +88,15 @@ def test_links_of_documents_exist(document):
   prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
   for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
     assert "://" in link or (path.parent / link).exists(), f"{document}: {link}"
+
+
+def test_files_are_short():
+  """A file has one subject; a test file goes with one of them."""
+  lines = {path: (ROOT / path).read_text().count("\n") for path in FILES}
+  product = {path: count for path, count in lines.items() if not path.startswith("tests/")}
+  assert statistics.median(product.values()) <= 150
+  assert not {path: count for path, count in product.items() if count > 400}
+  assert not {path: count for path, count in lines.items() if count > 500}
 
 
 def test_python_versions_agree():

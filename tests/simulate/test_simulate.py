@@ -1,7 +1,6 @@
-"""The simulator: the layer's own numbers, limits, monotonicity, calibrations and measurements."""
+"""The simulator: the layer's own numbers, limits, monotonicity and measurements."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,9 @@ import pytest
 from jax.sharding import AxisType
 
 import ultraep_jax as uep
-from ultraep_jax.simulate import balancers, calibration, traffic
-from ultraep_jax.simulate.calibration import for_cluster, load_calibration, parse
-from ultraep_jax.simulate.clusters import CLUSTERS
+from ultraep_jax.devices.device import Device
+from ultraep_jax.devices.facts import FACTS
+from ultraep_jax.simulate import balancers, traffic
 from ultraep_jax.simulate.cost import Setting, copy_seconds, exchange_seconds, layer_times
 from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.run import band, share_of_ideal, simulate, step_seconds
@@ -21,11 +20,11 @@ from ultraep_jax.strategies import eplb, lplb
 from ultraep_jax.testing import expert_indices, zipf_loads
 
 SMALL = dataclasses.replace(MODELS["Qwen3-235B"], num_experts=8, top_k=2)
-RATES = load_calibration("nvl64")
+RATES = Device.load("nvl64")
 
 
 def setting(**changes):
-  defaults = {"model": SMALL, "calibration": RATES, "num_ranks": 4, "domain_size": 4, "tokens": 16}
+  defaults = {"model": SMALL, "device": RATES, "num_ranks": 4, "domain_size": 4, "tokens": 16}
   return Setting(**{**defaults, **changes})
 
 
@@ -137,18 +136,31 @@ class TestCost:
     forward = outcomes["quota"].forward
     assert forward.exchange.max() == forward.copy.max() == 0
 
+  # Of data sheets only the network counts, and of the others' rates all.
   @pytest.mark.parametrize(
-    "rate", [name for name, (unit, _) in calibration.CONSTANTS.items() if "/s" in unit]
+    "rate",
+    [
+      "matmuls",
+      *(
+        name
+        for name, (unit, _) in FACTS.items()
+        if "/s" in unit and name not in ("peak", "memory_rate", "link_rate")
+      ),
+    ],
   )
   def test_faster_is_never_slower(self, rate):
     """Each rate alone, in one domain and in two, where the network counts."""
     loads = small_loads()
     seconds = []
     for factor in (0.5, 1.0, 4.0):
-      rates = RATES.replace("test", **{rate: RATES[rate] * factor})
+      if rate == "matmuls":
+        matmuls = tuple(each.scaled("test", factor) for each in RATES.matmuls)
+        rates = dataclasses.replace(RATES, matmuls=matmuls)
+      else:
+        rates = RATES.replace("test", **{rate: RATES[rate] * factor})
       step = []
       for domain in (4, 2):
-        case = setting(calibration=rates, domain_size=domain)
+        case = setting(device=rates, domain_size=domain)
         outcomes = simulate(loads, case, ("none", "quota", "ideal"))
         step += [step_seconds(outcome, outcomes["ideal"]) for outcome in outcomes.values()]
       seconds.append(step)
@@ -161,7 +173,7 @@ class TestCost:
     for ratio in (1.0, 1.5, 2.5):
       loads = np.stack([zipf_loads(0, 128, 64, 2048, 8, ratio)])[None]
       big = Setting(
-        model=MODELS["Qwen3-235B"], calibration=RATES, num_ranks=64, domain_size=64, tokens=2048
+        model=MODELS["Qwen3-235B"], device=RATES, num_ranks=64, domain_size=64, tokens=2048
       )
       outcomes = simulate(loads, big, ("none", "ideal"))
       shares.append(share_of_ideal(outcomes["none"], outcomes["ideal"]))
@@ -171,13 +183,13 @@ class TestCost:
     loads = small_loads(1)
     tiled = RATES.replace("test", matmul_tile=1.0)
     fine, coarse = (
-      simulate(loads, setting(calibration=rates), ("none",))["none"].forward.matmul[0, 0]
+      simulate(loads, setting(device=rates), ("none",))["none"].forward.matmul[0, 0]
       for rates in (tiled, RATES)
     )
     assert coarse > fine
-    exact = simulate(loads, setting(calibration=tiled), ("none",))["none"]
+    exact = simulate(loads, setting(device=tiled), ("none",))["none"]
     rows = exact.placed.load.max()
-    assert fine == pytest.approx(rows * SMALL.row_flops / RATES["matmul_forward"])
+    assert fine == pytest.approx(rows * SMALL.row_flops / RATES.matmul_rate(4096, 1536))
     limited = simulate(loads, setting(capacity_factor=1.0), ("none",))["none"]
     extra = limited.forward.exchange - exact.forward.exchange
     rounds = -(-rows // 32) - 1
@@ -187,7 +199,7 @@ class TestCost:
   def test_relays_shorten_copies_and_locality_the_exchange(self):
     loads = np.stack([zipf_loads(0, 128, 64, 2048, 8, 6.0)])[None]
     big = Setting(
-      model=MODELS["Qwen3-235B"], calibration=RATES, num_ranks=64, domain_size=64, tokens=2048
+      model=MODELS["Qwen3-235B"], device=RATES, num_ranks=64, domain_size=64, tokens=2048
     )
     quota = simulate(loads, big, ("quota",))["quota"]
     direct = dataclasses.replace(big, relay=False)
@@ -203,7 +215,7 @@ class TestCost:
     rates = RATES.replace("test", **fast, copy_rate=1.0, reduce_rate=1.0, exchange_seconds=0.0)
     exposed = {"copy_seconds": 0.0, "copy_hop_seconds": 0.0, "reduce_exposed": 1.0}
     rates = rates.replace("test", **exposed, copy_exposed_forward=1.0)
-    case = setting(calibration=rates, domain_size=2)
+    case = setting(device=rates, domain_size=2)
     outcomes = simulate(np.repeat(small_loads(1), 2, axis=0), case, ("quota", "eplb"), period=1)
     quota, moves = outcomes["quota"], outcomes["eplb"]
 
@@ -220,9 +232,7 @@ class TestCost:
     np.testing.assert_allclose(layer_times(served, balancer, moves.placed)[0].move, 2 * moved)
 
     def exchange(token_bytes, **slow):
-      own = dataclasses.replace(
-        case, token_bytes=token_bytes, calibration=rates.replace("test", **slow)
-      )
+      own = dataclasses.replace(case, token_bytes=token_bytes, device=rates.replace("test", **slow))
       return exchange_seconds(own, placed)
 
     both = exchange(2, dispatch_rate=1.0, combine_rate=1.0)
@@ -259,69 +269,6 @@ class TestCost:
       backward = "both" in point.what or "backward" in point.what
       low, high = (-0.10, 0.30) if backward else (-0.10, 0.10)
       assert low <= point.error <= high, point
-
-
-class TestCalibration:
-  @pytest.mark.parametrize("name", calibration.names())
-  def test_files_say_where_numbers_are_from(self, name):
-    for key, constant in load_calibration(name).constants.items():
-      assert constant.source and constant.kind in calibration.KINDS, key
-
-  @pytest.mark.parametrize("name", sorted(CLUSTERS))
-  def test_every_cluster_has_one(self, name):
-    rates = for_cluster(CLUSTERS[name])
-    kinds = {constant.kind for constant in rates.constants.values()}
-    assert ("datasheet" in kinds) and set(rates.constants) == set(calibration.CONSTANTS)
-
-  def test_data_sheets_keep_their_order(self):
-    rates = [for_cluster(CLUSTERS[name]) for name in ("h100", "gb200", "gb300")]
-    assert rates[0]["copy_rate"] < rates[1]["copy_rate"] == rates[2]["copy_rate"]
-    assert rates[1]["network_rate"] < rates[2]["network_rate"]
-
-  def change(self, **changes):
-    text = json.dumps({
-      "format": 1,
-      "name": "x",
-      "hardware": "",
-      "constants": {k: v._asdict() for k, v in RATES.constants.items()},
-    })  # fmt: skip
-    data = json.loads(text)
-    for key, value in changes.items():
-      target = data["constants"] if key in calibration.CONSTANTS else data
-      target[key] = value
-    return json.dumps(data)
-
-  def test_reads_what_it_should(self):
-    assert parse(self.change())["copy_rate"] == RATES["copy_rate"]
-
-  @pytest.mark.parametrize(
-    "text, message",
-    [
-      ("{", "expected JSON"),
-      ("[]", "expected an object with"),
-      ('{"format": 2}', 'expected an object with "format": 1, got 2'),
-      ('{"format": 1, "constants": {"copy_rate": 1}}', "missing or unknown"),
-      ('{"format": 1, "constants": 3}', "expected the constants"),
-    ],
-  )
-  def test_refuses_what_is_none(self, text, message):
-    with pytest.raises(ValueError, match=f"calibration: .*{message}"):
-      parse(text)
-
-  @pytest.mark.parametrize("value", [float("nan"), -1, 0, "fast", True, None])
-  def test_refuses_bad_values(self, value):
-    bad = {"value": value, "unit": "B/s", "kind": "measured", "source": ""}
-    with pytest.raises(ValueError, match="copy_rate: expected a"):
-      parse(self.change(copy_rate=bad))
-
-  def test_refuses_other_units(self):
-    bad = {"value": 1.0, "unit": "GB/s", "kind": "measured", "source": ""}
-    with pytest.raises(ValueError, match="expected unit 'B/s'"):
-      parse(self.change(copy_rate=bad))
-
-  def test_no_such_file(self):
-    with pytest.raises(ValueError, match=r"expected one of .*or a readable file, got 'nowhere'"):
-      load_calibration("nowhere")
 
 
 SIZES = {"num_experts": 32, "num_ranks": 8, "top_k": 4, "steps": 24, "layers": 2}

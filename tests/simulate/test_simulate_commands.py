@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ultraep_jax import cli
+from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate import paper, published, scaling
-from ultraep_jax.simulate.calibration import load_calibration
 from ultraep_jax.testing import zipf_loads
 
 TINY = ["--ranks", "8", "--domain", "8", "--tokens", "64", "--steps", "2", "--period", "2"]
@@ -16,15 +16,28 @@ TINY += ["--layers", "1", "--imbalance", "1.8", "--noise", "0.05", "--drift", "0
 
 
 def test_simulate_prints_tables_and_sources(capsys):
-  assert cli.main(["simulate", *TINY, "--seeds", "2", "--strategies", "none", "quota"]) == 0
+  command = ["simulate", *TINY, "--seeds", "2", "--strategies", "none", "quota"]
+  assert cli.main(command) == 0
   out = capsys.readouterr().out
-  assert "Qwen3-235B" in out and "ideal" in out and "datasheet" in out and "copy_rate" in out
+  assert "Qwen3-235B" in out and "equal" not in out and "ideal" in out and "copy_rate" not in out
+  assert cli.main([*command, "--verbose"]) == 0
+  out = capsys.readouterr().out
+  assert "datasheet" in out and "copy_rate" in out
 
 
 def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):
-  loads = np.stack([zipf_loads(seed, 128, 8, 64, 8, 1.8) for seed in range(2)])[:, None]
+  # With fewer tokens reading weights counts, and even loads make every rank read all of its own.
+  loads = np.stack([zipf_loads(seed, 128, 8, 2048, 8, 1.8) for seed in range(2)])[:, None]
   np.save(tmp_path / "loads.npy", loads)
-  command = ["simulate", *TINY, "--loads", str(tmp_path / "loads.npy"), "--json"]
+  command = [
+    "simulate",
+    *TINY,
+    "--tokens",
+    "2048",
+    "--loads",
+    str(tmp_path / "loads.npy"),
+    "--json",
+  ]
   out = tmp_path / "result.json"
   assert cli.main([*command, "--strategies", "none", "--out", str(out)]) == 0
   data = json.loads(capsys.readouterr().out)
@@ -32,7 +45,7 @@ def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):
   none, ideal = data["strategies"]
   assert none["imbalance"]["mean"] == pytest.approx(1.8, rel=0.01)
   assert none["share_of_ideal"]["mean"] < ideal["share_of_ideal"]["mean"] == 1
-  assert data["calibration"]["constants"]["copy_rate"]["source"]
+  assert data["device"]["facts"]["copy_rate"]["source"]
 
 
 @pytest.mark.parametrize("of_all", [False, True])
@@ -55,7 +68,7 @@ def test_recorded_loads_say_how_many_tokens_a_rank_has(of_all, tmp_path, capsys)
     (["--domain", "3"], "domain_size: expected a divisor of 8"),
     (["--seeds", "0"], "seeds: expected at least 1"),
     (["--strategies", "best"], "strategies: expected some of"),
-    (["--calibration", "/nowhere"], "calibration: expected one of"),
+    (["--device", "/nowhere"], "device: expected one of"),
     (["--loads", "/nowhere"], "/nowhere: expected a file, got nothing"),
     (["--imbalance", "100"], "imbalance: expected a number in"),
     (["--target", "0.5"], "target: expected a finite number of at least 1"),
@@ -125,5 +138,5 @@ def test_published_shares():
   case = published.CASES[0]
   assert case.published_share("quota") == pytest.approx(0.964, abs=1e-3)
   assert case.published_share("exact") is None
-  setting = paper.case_setting(case, load_calibration("nvl64"))
+  setting = paper.case_setting(case, Device.load("nvl64"))
   assert setting.num_ranks == 64 and setting.training

@@ -12,7 +12,7 @@ from ultraep_jax.testing import assert_legal_plan, zipf_loads
 
 
 def optimum(load_E, replica_GS):
-  """The least busiest load of fractional splits, by HiGHS."""
+  """The lowest maximum load of fractional splits, by HiGHS."""
   ranks, per_rank = len(replica_GS), len(load_E) // len(replica_GS)
   copies = [(e, e // per_rank) for e in range(len(load_E))]
   copies += [(int(e), rank) for (rank, _), e in np.ndenumerate(replica_GS) if e >= 0]

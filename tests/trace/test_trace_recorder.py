@@ -229,3 +229,13 @@ def test_statistics_of_other_processes_are_refused(tmp_path):
     pytest.raises(ValueError, match="gather them with jax"),
   ):
     recorder.record(0, stats, axes=())
+
+
+def test_a_run_that_needs_more_slots_or_rounds_is_told_once(tmp_path, caplog):
+  stats = traces.stats_of(traces.loads(0))._replace(rounds=np.int32(2))
+  with caplog.at_level("WARNING", logger="ultraep_jax"), Recorder(tmp_path) as recorder:
+    for step in range(3):
+      recorder.record(step, stats, axes=())
+      recorder.flush()
+  (message,) = [record.getMessage() for record in caplog.records]
+  assert "1 of 1 layers ran more than one round" in message and str(tmp_path) in message

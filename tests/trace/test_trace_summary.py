@@ -9,7 +9,7 @@ import traces
 
 from ultraep_jax.trace import Recorder, read
 from ultraep_jax.trace import format as form
-from ultraep_jax.trace.summary import summarise
+from ultraep_jax.trace.summary import summarise, trace_advice
 
 
 def test_table_and_summary(tmp_path):
@@ -98,6 +98,7 @@ def test_table_and_summary(tmp_path):
     "invalid_assignments": expected.invalid_assignments.sum(),
     "off_plan": n,
     "problems": ["a problem"],
+    "advice": trace_advice(trace),
   }
   assert list(summary["layers"]) == ["layer0", "layer1"]
   json.dumps(summary)

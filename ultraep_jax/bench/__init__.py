@@ -1,1 +1,1 @@
-"""Measurements that choose between ways to do a thing; see docs/benchmarks.md."""
+"""Measurements that choose between ways to do a thing; see docs/results.md and docs/lab."""

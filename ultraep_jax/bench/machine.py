@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-import pallas_kernels as kernels
+from ultraep_jax import implementation
 from ultraep_jax.tools.errors import CommandError
 
 
@@ -38,7 +38,7 @@ def devices_for_kernels(*, least: int = 1) -> Sequence[Any]:
   Raises:
     CommandError: there are no such devices.
   """
-  reason = kernels.why_unsupported(jax.devices())
-  if reason is not None:
+  reasons = filter(None, implementation.picks().values())
+  if (reason := next(reasons, None)) is not None:
     raise CommandError(f"devices: {reason}")
   return devices(least=least)

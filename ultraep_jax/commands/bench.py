@@ -20,6 +20,7 @@ MEASUREMENTS = {
   "matrix": "matrix.command",
   "train": "train.command",
   "beside": "kernels.beside",
+  "costs": "tune.costs",
   "exchange": "kernels.exchange",
   "grouped_matmul": "kernels.grouped_matmul",
   "plan": "kernels.plan",
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     raise CommandError(f"name: expected one of {', '.join(MEASUREMENTS)}, got {args.name!r}")
   module = _module(args.name)
   before = sys.argv
-  sys.argv = [f"python -m ultraep_jax bench {args.name}", *args.rest]
+  sys.argv = [f"ultraep bench {args.name}", *args.rest]
   try:
     return module.main() or 0
   except (ValueError, ArithmeticError) as error:  # an option's

@@ -14,7 +14,8 @@ import time
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.simulate import paper, plots, published, scaling, validation
 from ultraep_jax.simulate.paper import QUICK, Effort, Report
-from ultraep_jax.simulate.text import constants, difference, percent, table, to_json
+from ultraep_jax.simulate.text import constants, difference, percent, to_json
+from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
   report = paper.run(effort, progress=functools.partial(progress, what="paper", unit="case"))
   points = _scaling(args.quick)
   checks = validation.points()
-  bubbles = paper.bubble_range(report.calibration)
+  bubbles = paper.bubble_range(report.device)
   result = {
     "report": report,
     "scaling": points,
@@ -80,7 +81,7 @@ def _tables(
   checks: list[validation.Point],
   bubbles: dict[str, tuple[float, float]],
 ) -> list[str]:
-  texts = [constants(report.calibration)]
+  texts = [constants(report.device)]
   rows = [
     [
       row.case,

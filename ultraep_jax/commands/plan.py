@@ -1,7 +1,7 @@
 """Plan a load matrix: which experts to copy where, and what that does to the busiest rank.
 
-  plan loads.npy                         [G, E] assignments of each rank to each expert
-  plan loads.csv --ranks 8               or [E] assignments to each expert, from all ranks alike
+  plan examples/loads.csv                [G, E] assignments of each rank to each expert
+  plan loads.npy --ranks 8               or [E] assignments to each expert, from all ranks alike
   plan --ranks 64 --experts 256 --ratio 3 --slots 2            or a generated workload
   plan loads.json --objective time --width 4096 --inner 1536   weigh copies against their cost
 
@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultraep_jax import strategies, testing
+from ultraep_jax import advice, strategies, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
 from ultraep_jax.files import read_array, read_json, regular
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank
 from ultraep_jax.planning.route import row_capacity
-from ultraep_jax.strategies.placement import domain_size_of
+from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
       raise ValueError(
         f"strategy: {args.strategy!r} replaces the router's choice and plans nothing"
       )
-    domain_size_of(len(load_GE), args.domain)  # which not every strategy asks for
+    config.domain_of(len(load_GE))  # which not every strategy asks for
     weights = _expert(args)
     plan = strategy.plan(jnp.asarray(load_GE), config, _cost(args, load_GE, weights, config))
   except (ValueError, TypeError, OSError) as error:
@@ -213,16 +213,18 @@ def _answer(
   before_G, after_G = load_GE.sum(axis=0).reshape(num_ranks, per_rank).sum(axis=1), quota_EG.sum(0)
   home_EG = np.arange(num_experts)[:, None] // per_rank == np.arange(num_ranks)
   mean = max(before_G.mean(), 1e-9)
-  domain = domain_size_of(num_ranks, config.domain_size)
+  domain = config.domain_of(num_ranks)
   floor = -(-int(before_G.reshape(-1, domain).sum(axis=1).max()) // domain)
   total = max(int(load_GE.sum()), 1)
   rank, slot = np.nonzero(expert_GS >= 0)
   expert, parent = expert_GS[rank, slot], parent_GS[rank, slot]
+  slots = expert_GS.shape[1]
   return {
+    "advice": advice.of_load(load_GE, after_G, config, slots=slots),
     "ranks": num_ranks,
     "experts": num_experts,
     "assignments": int(load_GE.sum()),
-    "replica_slots": expert_GS.shape[1],
+    "replica_slots": slots,
     "imbalance": {
       "before": float(before_G.max() / mean),
       "after": float(after_G.max() / mean),
@@ -259,18 +261,18 @@ def _text(answer: dict[str, Any]) -> str:
     f"copies               {answer['copies']}{size}; {answer['relayed']} relayed, at most "
     f"{answer['busiest_sender']} sent by a rank, {answer['depth']} links deep",
     f"remote assignments   {remote['before']:.1%} before, {remote['after']:.1%} after",
+    *(f"advice               {line}" for line in answer["advice"]),
     "",
-    f"{'rank':>5} {'before':>9} {'after':>9}  copies: expert (assignments)",
   ]
   held: dict[int, list[str]] = {}
   for copy in answer["replicas"]:
     text = f"{copy['expert']} ({copy['assignments']}) from {copy['from']}"
     held.setdefault(copy["rank"], []).append(text)
-  for rank in range(min(ranks, _TABLE_ROWS)):
-    lines.append(
-      f"{rank:5} {answer['load_before'][rank]:9} {answer['load_after'][rank]:9}  "
-      + ", ".join(held.get(rank, []))
-    )
+  rows = [
+    [rank, answer["load_before"][rank], answer["load_after"][rank], ", ".join(held.get(rank, []))]
+    for rank in range(min(ranks, _TABLE_ROWS))
+  ]
+  lines.append(table(["rank", "before", "after", "copies: expert (assignments)"], rows))
   if ranks > _TABLE_ROWS:
     lines.append(f"... {ranks - _TABLE_ROWS} more ranks; --json has all")
-  return "\n".join(line.rstrip() for line in lines)
+  return "\n".join(lines)

@@ -1,11 +1,11 @@
 """Predict imbalance and throughput of strategies for a model, its routing and a machine.
 
-simulate --model DeepSeek-V3 --cluster gb200 --traffic drifting      generated loads
-simulate --trace runs/trace --strategies none eplb quota             a recorded run's
+simulate --model DeepSeek-V3 --device gb200 --traffic drifting       generated loads
+simulate --trace runs/tiny_moe/trace --device h200                   a recorded run's
 simulate --loads recorded.npy --ranks 64                             or [step, layer, G, E]
 
-Rows and copies are the layer's own for the same loads, times are predicted: every constant is
-printed with its source.
+Rows and copies are the layer's own for the same loads. Times are predicted from constants of the
+device; --verbose prints each with its source.
 """
 
 import argparse
@@ -17,35 +17,39 @@ from typing import Any
 
 import numpy as np
 
+from ultraep_jax.devices.device import Device
 from ultraep_jax.files import check_output, read_array, write_text
 from ultraep_jax.simulate.balancers import NAMES
-from ultraep_jax.simulate.calibration import for_cluster, load_calibration
-from ultraep_jax.simulate.clusters import CLUSTERS
 from ultraep_jax.simulate.cost import Setting
-from ultraep_jax.simulate.models import MODELS
-from ultraep_jax.simulate.replay import replay, tokens_of, trace_setting
+from ultraep_jax.simulate.models import MODELS, ModelShape
+from ultraep_jax.simulate.replay import recorded_shape, replay, tokens_of, trace_setting
 from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
-from ultraep_jax.simulate.text import constants, table, to_json
+from ultraep_jax.simulate.text import constants, to_json
 from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
+from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
 
+_STRATEGIES = ("none", "eplb", "eplb+", "quota", "quota (time)")
 _MOST = 100_000  # steps, layers, runs
+_MODEL, _DEVICE = "Qwen3-235B", "h200"
 _PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's options."""
-  parser.add_argument("--model", default="Qwen3-235B", choices=sorted(MODELS))
-  parser.add_argument("--cluster", default="gb200", choices=sorted(CLUSTERS))
   parser.add_argument(
-    "--calibration", help="constants: a name or a JSON file (default: the cluster's)"
+    "--model", choices=sorted(MODELS), help=f"its widths (the trace's, else {_MODEL})"
   )
+  parser.add_argument(
+    "--device", default=_DEVICE, help="its description, by name or file (%(default)s)"
+  )
+  parser.add_argument("--portable", action="store_true", help="the layer in plain JAX")
   parser.add_argument(
     "--ranks", type=int, help="ranks of an expert group (default: as many as fit a domain)"
   )
-  parser.add_argument("--domain", type=int, help="ranks with fast links (default: the cluster's)")
+  parser.add_argument("--domain", type=int, help="ranks with fast links (default: the device's)")
   parser.add_argument("--tokens", type=int, help="tokens of a rank in a microbatch (8192)")
   parser.add_argument("--slots", type=int, help="replica slots of a rank (2)")
   parser.add_argument("--prefill", action="store_true", help="forward pass alone")
@@ -60,12 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   recorded.add_argument(
     "--loads", type=pathlib.Path, help="recorded loads, .npy [step, layer, G, E], instead"
   )
-  parser.add_argument("--strategies", nargs="+", default=["none", "eplb", "eplb+", "quota"])
+  parser.add_argument("--strategies", nargs="+", default=_STRATEGIES)
   parser.add_argument("--period", type=int, default=20, help="batches between EPLB's placements")
   parser.add_argument("--target", type=float, help="quota stops at this imbalance (1.01)")
   parser.add_argument("--steps", type=int, default=40, help="microbatches after the first period")
   parser.add_argument("--layers", type=int, default=2, help="layers that are simulated")
   parser.add_argument("--seeds", type=int, default=3, help="independent runs, for the bands")
+  parser.add_argument("--verbose", action="store_true", help="print the device's constants too")
   parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
   parser.add_argument("--out", type=pathlib.Path, help="write the JSON to this file too")
 
@@ -78,26 +83,28 @@ def run(args: argparse.Namespace) -> int:
     loads = None if args.loads is None else read_array(args.loads)
     if loads is not None and loads.ndim not in (3, 4):
       raise ValueError(f"loads: expected [step, layer, G, E] or without G, got {list(loads.shape)}")
-    setting = _setting(args, trace, loads)
+    setting, notes = _setting(args, trace, loads)
     runs = _runs(args, setting, trace, loads)
   except (ValueError, TypeError, OSError) as error:
     raise CommandError(str(error)) from None
   result = [_summary(name, runs) for name in runs[0]]
-  data = to_json({"calibration": setting.calibration, "strategies": result})
+  notes += _conclusions(result)
+  data = to_json({"device": setting.device, "notes": notes, "strategies": result})
   if args.json:
     print(json.dumps(data, indent=1))
   else:
-    print(_text(args, setting, result))
+    print(_text(args, setting, result, notes))
   if args.out is not None:
     write_text(args.out, json.dumps(data, indent=1))
   return 0
 
 
-def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None) -> Setting:
-  model, cluster = MODELS[args.model], CLUSTERS[args.cluster]
-  calibration = (
-    for_cluster(cluster) if args.calibration is None else load_calibration(args.calibration)
-  )
+def _setting(
+  args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None
+) -> tuple[Setting, list[str]]:
+  """What is simulated, and what of it is assumed."""
+  device = Device.load(args.device).running(kernels=not args.portable)
+  model, notes = MODELS[args.model or _MODEL], []
   given = {
     "num_ranks": args.ranks,
     "domain_size": args.domain,
@@ -108,15 +115,49 @@ def _setting(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | 
   }
   given = {name: value for name, value in given.items() if value is not None}
   if trace is not None:
-    return trace_setting(trace, model, calibration, **given)
-  ranks = args.ranks
+    shape, notes = model_of(trace, args.model)
+    return trace_setting(trace, shape, device, **given), notes
+  ranks, domain = args.ranks, int(device["domain_size"])
   if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
-    ranks = max(r for r in range(1, cluster.domain_size + 1) if model.num_experts % r == 0)
-  sizes = {"num_ranks": ranks, "domain_size": min(cluster.domain_size, ranks), **given}
+    ranks = max(r for r in range(1, domain + 1) if model.num_experts % r == 0)
+  sizes = {"num_ranks": ranks, "domain_size": min(domain, ranks), **given}
   if loads is not None and "tokens" not in sizes and loads.dtype.kind in "iu":
     per_rank = loads.sum(axis=-1) / (1 if loads.ndim == 4 else ranks)
     sizes["tokens"] = tokens_of(per_rank, model.top_k)
-  return Setting(model=model, calibration=calibration, **sizes)
+  return Setting(model=model, device=device, **sizes), notes
+
+
+def model_of(trace: Trace, name: str | None) -> tuple[ModelShape, list[str]]:
+  """The widths that a trace's layers have, or those of the model named; and what is assumed.
+
+  Raises:
+    ValueError: neither the trace nor a name says them.
+  """
+  recorded = recorded_shape(trace)
+  if name is None:
+    if recorded is None:
+      raise ValueError(
+        f"--model: expected one of {', '.join(sorted(MODELS))}, as the trace does not say how wide "
+        'its layers are; got none. Recorder(metadata={"model": {"embed_dim": …, "expert_dim": …, '
+        '"top_k": …}}) records it'
+      )
+    return recorded, ["the trace says nothing of attention and other layers: they count as 0"]
+  model, experts = MODELS[name], trace.manifest.num_experts
+  if model.num_experts == experts:
+    return model, []
+  return model, [f"{name} has {model.num_experts} experts, the trace {experts}: widths are assumed"]
+
+
+def _conclusions(result: list[dict[str, Any]]) -> list[str]:
+  seconds = {row["strategy"]: row["layer_seconds"] for row in result}
+  none = seconds.get("none")
+  balanced = [seconds[name] for name in ("quota", "quota (time)") if name in seconds]
+  if none is None or not balanced or min(balanced) <= none:
+    return []
+  return [
+    f"at these sizes balancing takes {1e3 * (min(balanced) - none):.2f} ms a layer more than it "
+    'saves: layers this small are faster with strategy="none"'
+  ]
 
 
 def _traffic(args: argparse.Namespace) -> Traffic:
@@ -184,24 +225,17 @@ def _summary(name: str, runs: list[dict[str, Outcome]]) -> dict[str, object]:
   }
 
 
-def _text(args: argparse.Namespace, setting: Setting, result: list[dict]) -> str:
+def _text(args: argparse.Namespace, setting: Setting, result: list[dict], notes: list[str]) -> str:
   kind = "training" if setting.training else "prefill"
   loads = args.trace or args.loads or f"{args.traffic} traffic"
+  model = setting.model
   title = (
-    f"{setting.model.name} ({setting.model.source}), {setting.model.num_experts} experts, {kind}, "
-    f"EP{setting.num_ranks} in domains of "
-    f"{setting.domain_size}, {setting.tokens} tokens a rank, {setting.replica_slots} slots, {loads}"
+    f"{model.name}: {model.num_experts} experts, D {model.embed_dim}, F {model.expert_dim}, "
+    f"K {model.top_k}, {kind}; loads: {loads}\n"
+    f"predicted for {setting.device.name} (--device): {setting.num_ranks} ranks in domains of "
+    f"{setting.domain_size}, {setting.tokens} tokens a rank, {setting.replica_slots} slots"
   )
-  header = [
-    "strategy",
-    "imbalance",
-    "99 %",
-    "% of ideal",
-    "layer ms",
-    *_PARTS,
-    "copies",
-    "% remote",
-  ]
+  header = ["strategy", "imbalance", "99 %", "% of ideal", "layer ms", *_PARTS, "copies"]
   rows = [
     [
       row["strategy"],
@@ -211,8 +245,9 @@ def _text(args: argparse.Namespace, setting: Setting, result: list[dict]) -> str
       1e3 * row["layer_seconds"],
       *(1e3 * row["parts_seconds"][part] for part in _PARTS),
       row["copies"],
-      100 * row["remote_share"],
     ]
     for row in result
   ]
-  return f"{title}\n\n{table(header, rows)}\n\n{constants(setting.calibration)}"
+  said = [title, table(header, rows), "\n".join(f"note: {note}" for note in notes)]
+  said += [constants(setting.device)] * args.verbose
+  return "\n\n".join(part for part in said if part)

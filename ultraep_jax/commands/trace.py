@@ -10,12 +10,13 @@ import json
 from typing import Any
 
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.megatron import import_megatron
 from ultraep_jax.trace.reader import Trace, read
-from ultraep_jax.trace.summary import PERCENTILES, summarise
+from ultraep_jax.trace.summary import PERCENTILES, in_words, summarise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,9 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
     f"{manifest.replica_slots} replica slots a rank"
   ]
   lines += [f"left out: {problem}" for problem in trace.problems]
-  lines += [f"{name.replace('_', ' ')}: {value}" for name, value in manifest.metadata.items()]
+  lines += [
+    f"{name.replace('_', ' ')}: {in_words(value)}" for name, value in manifest.metadata.items()
+  ]
   if not len(trace):
     return "\n".join([*lines, "no records"])
   low, high = summary["steps"]
@@ -82,13 +85,13 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
   if not manifest.measured:
     lines.append("after: as planned on import, not measured")
   head = ["median" if p == 50 else "worst" if p == 100 else f"p{p}" for p in PERCENTILES]
-  width = max(len("busiest/mean, before"), *map(len, summary["layers"])) + 2
-  lines.append(" " * (width + 6) + "".join(f"{name:>8}" for name in head))
-  rows = {"all layers": summary, **summary["layers"]}
-  for name, row in rows.items():
-    for side in ("before", "after"):
-      values = "".join(f"{value:8.3f}" for value in row[side].values())
-      lines.append(f"{name if side == 'before' else '':{width}}{side:6}{values}")
+  layers = {"all layers": summary, **summary["layers"]}
+  rows = [
+    [name if side == "before" else "", side, *row[side].values()]
+    for name, row in layers.items()
+    for side in ("before", "after")
+  ]
+  lines.append(table(["busiest / mean rank", "", *head], rows, digits=3))
   lines.append(
     f"per record: {summary['replicas']:.1f} copies ({summary['relayed']:.1f} relayed), "
     f"{summary['replica_megabytes']:.3g} MB, {summary['remote_fraction']:.1%} of the assignments "
@@ -97,4 +100,5 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
   for name in ("more_than_one_round", "invalid_assignments", "off_plan"):
     if summary[name]:
       lines.append(f"{name.replace('_', ' ')}: {summary[name]}")
+  lines += [f"advice, for the least even record: {line}" for line in summary["advice"]]
   return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,12 @@ from ultraep_jax.compute.grouped import (
   wgrad_beside,
 )
 from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.transport.replicate import Replicas
 from ultraep_jax.types import Array, ExpertWeights
 
 # What backward needs of the experts' forward: the rows times ``ExpertWeights.projections``, biases
 # added, ``[C, F]`` or ``[C, 2F]`` each.
 Hidden = tuple[Array, ...]
-
-
-class Replication(Protocol):
-  """Copies of weights and the way home of their gradients; see ``replicate.Replicas``."""
-
-  def filled_S(self) -> Array: ...
-  def copies(self) -> Any: ...
-  def copying(self) -> "kernels.Transfer | None": ...
-  def reduce(self, replica_grads: Any, home_grads: Any) -> Any: ...
-  def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None": ...
 
 
 class ExpertOutput(NamedTuple):
@@ -44,10 +36,11 @@ class ExpertOutput(NamedTuple):
   copies: ExpertWeights
 
 
+@jax.named_scope("uep.experts")
 def expert_forward(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   *,
@@ -92,7 +85,7 @@ def expert_forward(
 def _gated_kernel(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   keep_hidden: bool,
@@ -110,8 +103,11 @@ def _gated_kernel(
   else:
     options["tuning"] = tunings.find(f"{operation} beside", *widths)
     options["replica_tuning"] = tuning
-    operands = copying, _projections, rows_CD, _projections(home)
-    gated, copies = kernels.gated_beside(*operands, *arguments, **options)
+    numbered = _of_leaves(home, list(range(len(jax.tree.leaves(home)))))
+    options["brought"] = numbered.projections, numbered.projection_biases
+    operands = rows_CD, _projections(home)
+    gated, leaves = kernels.gated_beside(copying, *operands, *arguments, **options)
+    copies = _of_leaves(home, leaves)
   return gated.inner_CN, gated.hidden if keep_hidden else None, copies
 
 
@@ -122,7 +118,7 @@ def _projections(weights: ExpertWeights) -> "kernels.Projections":
 def _gated(
   rows_CD: Array,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   implementations: Implementations,
@@ -151,13 +147,14 @@ class ExpertGrads(NamedTuple):
   copies: ExpertWeights
 
 
+@jax.named_scope("uep.experts")
 def expert_backward(
   grad_CD: Array,
   gate_C: Array,
   rows_CD: Array,
   hidden: Hidden,
   home: ExpertWeights,
-  replicas: Replication,
+  replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
   *,
@@ -194,8 +191,8 @@ def expert_backward(
   )
   copying = replicas.copying()
   # The gate scales inner rather than grad, whose rows are longer.
-  wo_grads, copies = wgrad(copying, _scaled(inner_CF, gate_C), grad_CD)
-  copies = replicas.copies() if copying is None else copies
+  wo_grads, leaves = wgrad(copying, _scaled(inner_CF, gate_C), grad_CD)
+  copies = replicas.copies() if copying is None else _of_leaves(home, leaves)
 
   # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
   ungated_CF = grouped_matmul(
@@ -222,12 +219,19 @@ def expert_backward(
     for of in (0, 1)
   )
   reducing = replicas.reducing(replica_grads, home_grads)
-  rows_grad_CD, total = rows_grad_beside(
+  rows_grad_CD, leaves = rows_grad_beside(
     reducing, hidden_grad, home.projections, copies.projections, group_size_P, **options
   )
   if reducing is None:
     total = replicas.reduce(replica_grads, home_grads)
+  else:
+    total = _of_leaves(home_grads, leaves)
   return ExpertGrads(rows_grad_CD, gate_grad_C, total, copies)
+
+
+def _of_leaves(like: ExpertWeights, leaves: Sequence[Any]) -> ExpertWeights:
+  """What a transfer brought."""
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _bias(home_MN: Array | None, replica_SN: Array | None) -> Bias:

@@ -33,9 +33,11 @@ class Static(NamedTuple):
 
   axis_name: AxisName
   capacity: int
-  domain_size: int | None
+  domain_size: int
   activation: Activation
-  implementations: Implementations
+  replicating: Implementations
+  exchanging: Implementations
+  multiplying: Implementations
   dispatch_dtype: DispatchDtype | None
   tunings: Tunings
 
@@ -106,7 +108,7 @@ def _backward(
   static: Static, residuals: tuple, grad_TD: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
-  # One of the weights is enough: a ring passes all of them in one loop.
+  # One of the weights is enough: all of them cross in one loop.
   ordered = weights._replace(wo=_after(static, routing, weights.wo, grad_TD, *first.hidden))
   replicas = _replicas(static, x_TD.dtype, ordered, routing)
 
@@ -124,7 +126,7 @@ def _backward(
       replicas,
       _round_sizes(static, routing, index),
       static.activation,
-      implementations=static.implementations,
+      implementations=static.multiplying,
       tunings=static.tunings,
     )
     x_grad_TD = this.crossing.combine(grads.rows_CD, None)
@@ -209,7 +211,7 @@ def _cross(
     static.axis_name,
     width=x_TD.shape[1],
     dtype=x_TD.dtype,
-    implementations=static.implementations,
+    implementations=static.exchanging,
     tunings=static.tunings,
   )
   return _Start(crossing, crossing.spread(gate_TK))
@@ -225,7 +227,7 @@ def _replicas(
     routing.home_rows_G,
     static.axis_name,
     static.domain_size,
-    static.implementations,
+    static.replicating,
     static.tunings,
   )
 
@@ -250,7 +252,7 @@ def _run_round(
   """Dispatches one round's tokens and runs their experts."""
   x_TD = _after(static, routing, x_TD, start.gate_C)
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
-  if "mosaic_gpu" in static.implementations:
+  if "mosaic_gpu" in (*static.replicating, *static.multiplying):
     rows_CD, routing = _once_there(rows_CD, routing)
     placed_GS, parent_GS = _placement(routing)
     replicas = dataclasses.replace(replicas, replica_expert_GS=placed_GS, parent_GS=parent_GS)
@@ -261,7 +263,7 @@ def _run_round(
     _round_sizes(static, routing, index),
     static.activation,
     keep_hidden=keep_hidden,
-    implementations=static.implementations,
+    implementations=static.multiplying,
     tunings=static.tunings,
   )
   return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden)
@@ -284,8 +286,8 @@ def _after(static: Static, routing: Routing, value: Array, *earlier: Array) -> A
   barriers before that, so this is a select on what is never true. That no count is negative is a
   fact of the data, so no simplification can find it out.
   """
-  if "mosaic_gpu" in static.implementations:
-    return value
+  if "mosaic_gpu" in (*static.replicating, *static.exchanging, *static.multiplying):
+    return value  # kernels run on GPUs
   firsts = (array.reshape(-1)[0] for array in earlier if array.size)
   any_of_them = functools.reduce(jnp.logical_or, (first > 0 for first in firsts), jnp.bool_(False))
   never = any_of_them & (routing.home_rows_G[0] < 0)

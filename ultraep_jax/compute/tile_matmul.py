@@ -122,6 +122,6 @@ class _Tiles:
 
 
 def tile_rows(capacity: int, num_slots: int) -> int:
-  """About a mean group, within what keeps both an H200 and a CPU busy (docs/benchmarks.md)."""
+  """About a mean group, within what keeps both an H200 and a CPU busy (docs/lab/portable.md)."""
   mean = max(capacity // num_slots, 1)
   return min(capacity, max(8, min(1024, 1 << (mean.bit_length() - 1))))

@@ -1,11 +1,11 @@
 """The description of one kind of device, read from a JSON file.
 
-Those of this folder come with the package; ``python -m ultraep_jax bench tune --write FILE`` makes
-one where there is none::
+Those of this folder come with the package; ``ultraep bench costs --write FILE`` and
+``bench tune --write FILE`` make one where there is none::
 
   {"format": 1, "name": "h200", "kinds": ["NVIDIA H200"], "hardware": "4 × NVIDIA H200, …",
    "facts": {"copy_rate": {"value": 350e9, "unit": "B/s", "kind": "measured",
-                           "source": "docs/benchmarks.md, Replication"}, …},
+                           "source": "docs/lab/kernels.md, Replication"}, …},
    "matmuls": [{"widths": [4096, 1536], "forward": 795e12, "backward": 710e12, …}, …],
    "portable": {"facts": {…}, "matmuls": […]},
    "tunings": […]}
@@ -86,6 +86,10 @@ class Device:
 
   def __getitem__(self, fact: str) -> float:
     return self.facts[fact].value
+
+  def running(self, *, kernels: bool) -> "Device":
+    """The device as it runs the layer on the kernels, or in plain JAX."""
+    return self if kernels or self.portable is None else self.portable
 
   def replace(self, source: str, kind: str = "assumed", **values: float) -> "Device":
     """The same with other values of facts."""

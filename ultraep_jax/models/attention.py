@@ -43,11 +43,13 @@ def attend(
   *,
   scale: float,
   block: int,
+  window: int | None = None,
+  sink_H: Array | None = None,
 ) -> Array:
   """Causal attention inside each segment of each row.
 
-  A block of queries visits the blocks of keys from where its first segment starts up to itself:
-  no mask over pairs of tokens, no work across segments. The order of operations for a query
+  A block of queries visits the blocks of keys from where its first segment or window starts up to
+  itself: no mask over pairs of tokens, no work across segments. The order of operations for a query
   depends only on its place in its segment and the segment's place in a block. Softmax is summed
   in float32. No gradient: the number of steps is known at run time only.
 
@@ -60,6 +62,8 @@ def attend(
     segment_BT: ``[B, T]`` int32; the tokens of a segment are contiguous, 0 is padding.
     scale: factor on the scores.
     block: tokens of a block; divides T.
+    window: a query sees so many tokens, itself the last of them; None: all of its segment.
+    sink_H: ``[H]`` float, one more score of every query, which no value belongs to.
 
   Returns:
     ``[B, T, H, V]``, dtype of the values; 0 for padding, whatever the padding holds that is
@@ -73,19 +77,24 @@ def attend(
     raise ValueError(f"query: expected a length that is a multiple of {block}, got {length}")
   if heads % key_BTNC.shape[2]:
     raise ValueError(f"query: expected heads that {key_BTNC.shape[2]} divides, got {heads}")
-  blocks = _cut(query_BTHC, key_BTNC, value_BTNV, segment_BT, block)
+  blocks = _cut(query_BTHC, key_BTNC, value_BTNV, segment_BT, block, window)
   count = blocks.steps_X.size
   # Blocks with walks of about the same length go together, so that few wait for others.
   order_X = jnp.argsort(-blocks.steps_X)
   padded = jnp.pad(order_X, (0, -count % min(_TOGETHER, count)), mode="edge")
   groups = padded.reshape(-1, min(_TOGETHER, count))
-  mixed_XQHV = lax.map(lambda chosen: _walk(blocks, chosen, scale), groups)
+  mixed_XQHV = lax.map(lambda chosen: _walk(blocks, chosen, scale, window, sink_H), groups)
   mixed_XQHV = mixed_XQHV.reshape(-1, *mixed_XQHV.shape[2:])[jnp.argsort(order_X)]
   return mixed_XQHV.reshape(batch, length, heads, -1)
 
 
 def _cut(
-  query_BTHC: Array, key_BTNC: Array, value_BTNV: Array, segment_BT: Array, block: int
+  query_BTHC: Array,
+  key_BTNC: Array,
+  value_BTNV: Array,
+  segment_BT: Array,
+  block: int,
+  window: int | None,
 ) -> _Blocks:
   batch, length, heads, _ = query_BTHC.shape
   key_heads = key_BTNC.shape[2]
@@ -97,6 +106,8 @@ def _cut(
   before_BT = jnp.pad(segment_BT, ((0, 0), (1, 0)))[:, :-1]
   starts_BT = (segment_BT != before_BT) | (place_BT == 0)
   start_BT = lax.cummax(jnp.where(starts_BT, place_BT, 0), axis=1)
+  if window is not None:
+    start_BT = jnp.maximum(start_BT, place_BT - (window - 1))
   segment_XQ, own_X = cut(segment_BT), cut(place_BT)[:, 0] // block
   start_XQ = jnp.where(segment_XQ > 0, cut(start_BT), length)
   first_X = jnp.min(start_XQ, axis=1) // block
@@ -112,7 +123,9 @@ def _cut(
   )
 
 
-def _walk(blocks: _Blocks, chosen_X: Array, scale: float) -> Array:
+def _walk(
+  blocks: _Blocks, chosen_X: Array, scale: float, window: int | None, sink_H: Array | None
+) -> Array:
   """Attention of some blocks of queries: ``[X, Q, H, V]``."""
   query_XQNRC = blocks.query_XQNRC[chosen_X]
   segment_XQ, place_XQ = blocks.segment_XQ[chosen_X], blocks.place_XQ[chosen_X]
@@ -122,18 +135,24 @@ def _walk(blocks: _Blocks, chosen_X: Array, scale: float) -> Array:
     # A block that has arrived looks at its last keys again, and sees none of them.
     visited_X = jnp.clip(first_X + jnp.minimum(step, steps_X - 1), 0, len(blocks.segment_XQ) - 1)
     key_XKNC, value_XKNV = blocks.key_XKNC[visited_X], blocks.value_XKNV[visited_X]
+    back_XQK = place_XQ[:, :, None] - blocks.place_XQ[visited_X][:, None, :]
     visible_XQK = (
       (segment_XQ[:, :, None] == blocks.segment_XQ[visited_X][:, None, :])
       & (segment_XQ > 0)[:, :, None]
-      & (place_XQ[:, :, None] >= blocks.place_XQ[visited_X][:, None, :])
+      & (back_XQK >= 0)
       & (step < steps_X)[:, None, None]
     )
+    if window is not None:
+      visible_XQK &= back_XQK < window
     return _update(running, query_XQNRC, key_XKNC, value_XKNV, visible_XQK, scale)
 
   count, queries, key_heads, shared, _ = query_XQNRC.shape
   flat = jnp.zeros((count, key_heads, shared, queries), jnp.float32)
   values = blocks.value_XKNV.shape[-1]
   start = _Running(flat + _NONE, flat, jnp.zeros((*flat.shape, values), jnp.float32))
+  if sink_H is not None:
+    sink_1NR1 = sink_H.astype(jnp.float32).reshape(1, key_heads, shared, 1)
+    start = start._replace(largest_XNRQ=flat + sink_1NR1, total_XNRQ=flat + 1)
   end = lax.fori_loop(0, jnp.max(steps_X), visit, start)
   # Padding sees nothing and gets 0. A request's NaN must stay NaN, or nobody would see it.
   asks_XNRQ1 = (segment_XQ > 0)[:, None, None, :, None]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ultraep_jax.models import fp8
+from ultraep_jax.models import fp8, mxfp4
 from ultraep_jax.models.folder import read_block_size, read_tensors
 from ultraep_jax.models.problems import closest
 from ultraep_jax.models.safetensors_file import DTYPES, Tensor, read_ranges
@@ -20,8 +20,9 @@ class Checkpoint:
   """The tensors of a folder, read by slices.
 
   The folder holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
-  names, of which tensors that the index does not name are no part. Opening reads headers only.
+  names. Tensors that the index does not name are left out. Opening reads headers only.
   Block-scaled FP8 weights (`fp8`) read as their values; the size of a block is in ``config.json``.
+  So do weights in MXFP4 (`mxfp4`), as one tensor each.
   Files stay open for as long as the object lives; several threads may read at once.
 
   Attributes:
@@ -43,7 +44,8 @@ class Checkpoint:
       OSError: a file cannot be read.
     """
     self.folder = pathlib.Path(folder)
-    self.tensors = read_tensors(self.folder)
+    self._stored_tensors = read_tensors(self.folder)
+    self.tensors = mxfp4.join(self._stored_tensors)
     self.block = read_block_size(self.folder)
     self._descriptors: dict[str, int] = {}
     for file in {tensor.file: None for tensor in self.tensors.values()}:
@@ -55,6 +57,8 @@ class Checkpoint:
     """What keeps a tensor from being read, or None."""
     tensor = self.tensors.get(name)
     if tensor is None:
+      if packed := [other for other in _packed_names(name) if other in self.tensors]:
+        return f"{name}: expected its values, got {packed[0]}: weights quantised in another way"
       near = closest(name, self.tensors)
       return f"{name}: not in the checkpoint" + (f" (closest: {', '.join(near)})" if near else "")
     if tensor.dtype is None:
@@ -79,6 +83,12 @@ class Checkpoint:
       return f"{fp8.scales_name(name)}: expected {formats} of shape {expected}, got {got}"
     return None
 
+  @property
+  def names(self) -> list[str]:
+    """Of the tensors, without those that hold factors of others."""
+    factors = {fp8.scales_name(name) for name, tensor in self.tensors.items() if tensor.is_fp8}
+    return [name for name in self.tensors if name not in factors]
+
   def parts(self, name: str) -> tuple[str, ...]:
     """The tensors that reading one needs: itself, and its factors if it is FP8."""
     is_fp8 = name in self.tensors and self.tensors[name].is_fp8
@@ -86,10 +96,8 @@ class Checkpoint:
 
   def nbytes(self, name: str, index: Sequence[slice] = ()) -> int:
     """Bytes that reading a slice takes from the disk."""
-    return sum(
-      math.prod(len(r) for r in ranges) * _dtype(tensor).itemsize
-      for tensor, ranges in self._stored(name, index)
-    )
+    parts = self._stored(name, index)
+    return sum(math.prod(map(len, ranges)) * _dtype(tensor).itemsize for tensor, ranges in parts)
 
   def read(self, name: str, index: Sequence[slice] = ()) -> np.ndarray:
     """Values of a slice of a tensor.
@@ -99,7 +107,7 @@ class Checkpoint:
       index: slices of step 1 along the first axes; the other axes whole.
 
     Returns:
-      An array of the tensor's dtype; float32 for block-scaled FP8.
+      An array of the tensor's dtype; float32 for block-scaled FP8 and MXFP4.
 
     Raises:
       ValueError: what `problem` says.
@@ -107,6 +115,8 @@ class Checkpoint:
     """
     stored = self._stored(name, index)
     values, *scales = [self._read(*part) for part in stored]
+    if self.tensors[name].is_mxfp4:
+      return mxfp4.dequantize(values, scales[0], _ranges(self.tensors[name], index)[1])
     return self._dequantized(values, scales, stored, slice(None))
 
   def read_into(self, out: np.ndarray, name: str, index: Sequence[slice] = ()) -> None:
@@ -114,15 +124,20 @@ class Checkpoint:
 
     Args:
       out: of the shape of the slice, with any strides: a transposed view transposes.
-      name, index: as for `read`.
+      name: as for `read`.
+      index: likewise.
 
     Raises:
       ValueError, OSError: as for `read`.
     """
     stored = self._stored(name, index)
     tensor, ranges = stored[0]
-    if out.shape != tuple(len(r) for r in ranges):
-      raise ValueError(f"out: expected shape {tuple(len(r) for r in ranges)}, got {out.shape}")
+    shape = tuple(map(len, _ranges(self.tensors[name], index)))
+    if out.shape != shape:
+      raise ValueError(f"out: expected shape {shape}, got {out.shape}")
+    if self.tensors[name].is_mxfp4:
+      out[...] = self.read(name, index).astype(out.dtype, copy=False)
+      return
     if out.flags.c_contiguous and out.dtype == tensor.dtype and not tensor.is_fp8:
       self._read(tensor, ranges, out)
       return
@@ -137,11 +152,15 @@ class Checkpoint:
       out[..., rows, :].view(bits)[...] = part.astype(out.dtype, copy=False).view(bits)
 
   def _stored(self, name: str, index: Sequence[slice]) -> list[tuple[Tensor, tuple[range, ...]]]:
-    """What a slice needs of its tensor, and of that tensor's factors if it is FP8."""
+    """What a slice needs of its tensor, and of that tensor's factors if it is quantised."""
     if problem := self.problem(name):
       raise ValueError(f"checkpoint {self.folder}: {problem}")
     tensor = self.tensors[name]
     ranges = _ranges(tensor, index)
+    if tensor.is_mxfp4:
+      names = mxfp4.blocks_name(name), mxfp4.scales_name(name)
+      parts = zip(names, mxfp4.stored_ranges(ranges), strict=True)
+      return [(self._stored_tensors[part], part_ranges) for part, part_ranges in parts]
     if not tensor.is_fp8:
       return [(tensor, ranges)]
     assert self.block is not None
@@ -168,6 +187,11 @@ class Checkpoint:
     assert self.block is not None
     (_, ranges), (_, places) = stored
     return fp8.dequantize(values, (ranges[0][rows], ranges[1]), scales[0], places, self.block)
+
+
+def _packed_names(name: str) -> tuple[str, ...]:
+  """Where values of fewer bits may be, under the names of other programs."""
+  return f"{name}_packed", f"{name}_blocks", f"{name.removesuffix('weight')}qweight"
 
 
 def _ranges(tensor: Tensor, index: Sequence[slice]) -> tuple[range, ...]:

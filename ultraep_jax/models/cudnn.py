@@ -17,6 +17,8 @@ def attend(
   spans: Spans,
   *,
   scale: float,
+  window: int | None = None,
+  sink_H: Array | None = None,
 ) -> Array:
   """Causal attention inside each request of each row; see ``attention.attend``.
 
@@ -29,6 +31,8 @@ def attend(
     value_BTNV: ``[B, T, N, V]``.
     spans: where the requests lie.
     scale: factor on the scores.
+    window: none; see ``attention.attend``.
+    sink_H: none; likewise.
 
   Returns:
     ``[B, T, H, V]``, dtype of the values; anything outside of requests, NaN included.
@@ -39,6 +43,8 @@ def attend(
   platform = _platform()
   if platform != "gpu":
     raise NotImplementedError(f"cuDNN: expected NVIDIA GPUs, got {platform}")
+  if window is not None or sink_H is not None:
+    raise NotImplementedError("cuDNN: expected neither a window nor sinks, got one")
   if query_BTHC.shape[3] != value_BTNV.shape[3]:
     raise NotImplementedError(  # it would take the values' strides for the keys'
       f"cuDNN: expected values as wide as keys, got {value_BTNV.shape[3]}, {query_BTHC.shape[3]}"

@@ -8,10 +8,12 @@ from ultraep_jax.models import hf_fields
 from ultraep_jax.models.problems import summary
 from ultraep_jax.models.safetensors_file import Tensor, read_header
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 
 def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
   """The tensors of a folder by name; see `Checkpoint` for what it raises."""
-  single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+  single, index = folder / SINGLE, folder / INDEX
   if single.exists():
     return read_header(folder, single.name)
   if not index.exists():

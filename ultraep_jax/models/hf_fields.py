@@ -70,22 +70,54 @@ def choice(
   return value
 
 
-def check_supported(hf: Mapping[str, Any]) -> None:
-  """Refuses what other fields of these architectures may ask for."""
+def kinds(
+  hf: Mapping[str, Any], name: str, count: int, choices: tuple[str, ...]
+) -> list[str] | None:
+  """One of the choices for each of ``count`` layers, or None where the field is missing."""
+  value = _value(hf, name, "a list", [])
+  if value == []:
+    return None
+  known = isinstance(value, list) and all(isinstance(v, str) and v in choices for v in value)
+  if not known or len(value) < count:
+    raise wrong(name, f"{count} of {choices}", value)
+  return value[:count]
+
+
+def check_supported(hf: Mapping[str, Any], quantization: str) -> None:
+  """Refuses what any architecture may ask for and none gets.
+
+  Args:
+    hf: the file.
+    quantization: the ``quant_method`` that the architecture's weights may have.
+  """
   choice(hf, "hidden_act", ("silu",), default="silu")
+  _check_quantization(hf, quantization)
+
+
+def check_no_windows(hf: Mapping[str, Any]) -> None:
+  """Refuses layers that do not see the whole of a request."""
   choice(hf, "use_sliding_window", (False,), default=False)
-  kinds = _value(hf, "layer_types", "a list", [])
-  if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-    raise wrong("layer_types", "a list of 'full_attention'", kinds)
-  _check_quantization(hf)
+  layers = _value(hf, "layer_types", "a list", [])
+  if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+    raise wrong("layer_types", "a list of 'full_attention'", layers)
 
 
-def _check_quantization(hf: Mapping[str, Any]) -> None:
+def check_absent(hf: Mapping[str, Any], name: str) -> None:
+  """Refuses any value but null."""
+  if hf.get(name) is not None:
+    raise wrong(name, "null", hf[name])
+
+
+def _check_quantization(hf: Mapping[str, Any], method: str) -> None:
   fields = _quantization(hf)
   if not fields:
     return
-  choice(fields, _QUANTIZATION + "quant_method", ("fp8",))
-  choice(fields, _QUANTIZATION + "fmt", ("e4m3",), default="e4m3")
+  name = _QUANTIZATION + "quant_method"
+  if fields.get(name) != method:  # such as four-bit integers
+    raise wrong(name, f"{method!r}, or weights that are multiplied out", fields.get(name))
+  if method != "fp8":
+    return
+  choice(fields, _QUANTIZATION + "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
   choice(fields, _QUANTIZATION + "activation_scheme", ("dynamic",), default="dynamic")
   if block_size(hf) is None:
     raise wrong(_BLOCK, "two positive sizes", None)

@@ -24,13 +24,16 @@ _YARN_KEYS = {
 }
 
 
-def rotary(hf: Mapping[str, Any], head_dim: int, partial: float | None = None) -> Rotary:
+def rotary(
+  hf: Mapping[str, Any], head_dim: int, partial: float | None = None, theta: float = 10_000.0
+) -> Rotary:
   """Positions of heads with ``head_dim`` channels.
 
   Args:
     hf: the file.
     head_dim: channels that positions may turn.
     partial: the share of them that turns where the file is silent; None: always all.
+    theta: where the file is silent.
   """
   rope = _rope(hf)
   share = number(rope, "partial_rotary_factor", 1.0 if partial is None else partial)
@@ -39,7 +42,7 @@ def rotary(hf: Mapping[str, Any], head_dim: int, partial: float | None = None) -
   dim = int(head_dim * share)
   if dim < 2 or dim % 2:
     raise wrong("partial_rotary_factor", f"an even number of {head_dim} channels to turn", share)
-  theta = number(rope, "rope_theta", 10_000.0)
+  theta = number(rope, "rope_theta", theta)
   if _is_yarn(rope) and theta <= 1:
     raise wrong("rope_theta", "a number above 1 for stretched positions", theta)
   return Rotary(dim=dim, theta=theta, yarn=_yarn(rope) if _is_yarn(rope) else None)

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from ultraep_jax.checks import check_array
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.models import attention, cudnn, mixers
-from ultraep_jax.models.config import GroupedQuery, ModelConfig
+from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.mixers import Cache, rms_norm
 from ultraep_jax.models.params import AXIS, mixer_specs
 from ultraep_jax.models.rotary import cosines_and_sines
@@ -24,7 +24,7 @@ from ultraep_jax.models.rows import by_rows, row_axes
 from ultraep_jax.models.spans import Spans, spans_of
 from ultraep_jax.packed import PackedBatch
 from ultraep_jax.stats import Measured
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, Layout
 
 Params = Mapping[str, Array]
 
@@ -44,6 +44,7 @@ class Context(NamedTuple):
   """What all layers share: requests, what is not padding, cosines and sines of positions."""
 
   segment_BT: Array
+  last_BR: Array
   valid_BT: Array
   spans: Spans
   turn: tuple[Array, Array]
@@ -61,6 +62,15 @@ class Attention(NamedTuple):
   block: int
 
 
+class Layer(NamedTuple):
+  """What is fixed of a layer."""
+
+  config: ModelConfig
+  index: int  # of any layer of its kind
+  balance: BalanceConfig
+  how: Attention
+
+
 def start(
   embed_VD: Array, batch: PackedBatch, config: ModelConfig, dtype: DTypeLike
 ) -> tuple[Carry, Context]:
@@ -70,9 +80,15 @@ def start(
     valid_BT = batch.segment_BT > 0
     x_BTD = embed_VD[jnp.where(valid_BT, batch.token_BT, 0)].astype(dtype)
     turn = cosines_and_sines(config.rotary, jnp.where(valid_BT, batch.position_BT, 0))
-    shape = (len(config.is_moe), *batch.token_BT.shape)
-    cache = mixers.empty_cache(config.attention, shape, dtype)
-    return x_BTD, cache, Context(batch.segment_BT, valid_BT, spans_of(batch), turn)
+    cache = {
+      name: jnp.zeros(
+        (len(layers), *(batch.last_BR if one.of_request else batch.token_BT).shape, *one.sizes),
+        jnp.float32 if one.float32 else dtype,
+      )
+      for name, (one, layers) in _kept(config).items()
+    }
+    context = Context(batch.segment_BT, batch.last_BR, valid_BT, spans_of(batch), turn)
+    return x_BTD, cache, context
 
   rows = P(row_axes())
   x_BTD, cache, context = by_rows(
@@ -81,50 +97,66 @@ def start(
   return Carry(x_BTD, cache), context
 
 
-def moe_layer(
+def places(config: ModelConfig, layers: Sequence[int]) -> Array:
+  """Where the cache of each layer lies among those of its kind: ``[layers]`` int32."""
+  of_name = _kept(config)
+  first = [next(iter(mixers.kept(config.mixer(layer)))) for layer in layers]
+  found = [of_name[name][1].index(layer) for name, layer in zip(first, layers, strict=True)]
+  return jnp.asarray(found, jnp.int32)
+
+
+def by_token_and_request(cache: Cache, config: ModelConfig) -> tuple[Cache, Cache]:
+  """What is kept of every token, and what of every request."""
+  of_request = {name for name, (one, _) in _kept(config).items() if one.of_request}
+  tokens = {name: value for name, value in cache.items() if name not in of_request}
+  return tokens, {name: value for name, value in cache.items() if name in of_request}
+
+
+def step(
   context: Context,
   carry: Carry,
-  layer: tuple[Array, Params],
+  layers: tuple[tuple[Array, Params, Array | None], ...],
   *,
-  config: ModelConfig,
-  balance: BalanceConfig,
-  how: Attention,
-) -> tuple[Carry, Measured]:
-  """Attention and a mixture of experts, each on the normed residual stream."""
-  carry, normed_BTD, params = _mix(context, carry, layer, config, how)
-  y_BTD, _, measured = measured_block(
-    {name: value for name, value in params.items() if name != "selection_bias"},
-    normed_BTD,
-    context.valid_BT,
-    params.get("selection_bias"),
-    _block(config, balance),
-  )
-  return carry._replace(x_BTD=carry.x_BTD + y_BTD), measured
+  kinds: tuple[Layer, ...],
+) -> tuple[Carry, tuple[tuple[Measured, Array], ...]]:
+  """One layer of each kind, with what those that are mixtures measured and chose.
+
+  Args:
+    context: of the batch.
+    carry: of the layers before.
+    layers: of each kind, the place of the layer's cache, its parameters and its choices, if they
+      are made already.
+    kinds: what is fixed of them.
+  """
+  measured = []
+  for kind, (place, params, expert_index) in zip(kinds, layers, strict=True):
+    carry, normed_BTD, params = _mix(context, carry, place, params, kind)
+    if kind.config.is_moe[kind.index]:
+      y_BTD, routed, of_layer = measured_block(
+        {name: value for name, value in params.items() if name != "selection_bias"},
+        normed_BTD,
+        context.valid_BT,
+        params.get("selection_bias"),
+        _block(kind),
+        expert_index,
+      )
+      measured.append((of_layer, routed.expert_index))
+    else:
+      rows = P(row_axes())
+      y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
+    carry = carry._replace(x_BTD=carry.x_BTD + y_BTD)
+  return carry, tuple(measured)
 
 
-def dense_layer(
-  context: Context,
-  carry: Carry,
-  layer: tuple[Array, Params],
-  *,
-  config: ModelConfig,
-  balance: BalanceConfig,
-  how: Attention,
-) -> tuple[Carry, None]:
-  """Attention and an MLP; nothing to balance."""
-  del balance
-  carry, normed_BTD, params = _mix(context, carry, layer, config, how)
-  rows = P(row_axes())
-  y_BTD = by_rows(mixers.dense_mlp, params, normed_BTD, specs=(P(), rows), out_specs=rows)
-  return carry._replace(x_BTD=carry.x_BTD + y_BTD), None
-
-
-def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps: float) -> Array:
+def logits(
+  x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, config: ModelConfig
+) -> Array:
   """``[B, R, V]`` float32 of the token after each request."""
 
   def local(norm_D: Array, head_DV: Array, x_BTD: Array, last_BR: Array) -> Array:
     last_BR1 = jnp.maximum(last_BR, 0)[..., None]
-    hidden_BRD = rms_norm(jnp.take_along_axis(x_BTD, last_BR1, axis=1), norm_D, norm_eps)
+    hidden_BRD = jnp.take_along_axis(x_BTD, last_BR1, axis=1)
+    hidden_BRD = rms_norm(hidden_BRD, norm_D, config.norm_eps, config.norms_around_one)
     return jnp.matmul(
       hidden_BRD, head_DV.astype(hidden_BRD.dtype), preferred_element_type=jnp.float32
     )
@@ -136,64 +168,71 @@ def logits(x_BTD: Array, last_BR: Array, norm_D: Array, head_DV: Array, norm_eps
 
 
 def _mix(
-  context: Context, carry: Carry, layer: tuple[Array, Params], config: ModelConfig, how: Attention
+  context: Context, carry: Carry, place: Array, params: Params, kind: Layer
 ) -> tuple[Carry, Array, Params]:
   """Attention; also the normed hidden states for the rest of the layer, and its parameters."""
-  index, params = layer
-  mix = functools.partial(_mix_rows, config=config, how=how)
-  own = {*mixer_specs(config), "mlp_norm"}
+  own = {*mixer_specs(kind.config, kind.index), "mlp_norm"}
+  names = mixers.kept(kind.config.mixer(kind.index))
   rows = P(row_axes())
   x_BTD, normed_BTD, cache = by_rows(
-    mix,
-    index,
+    functools.partial(_mix_rows, kind=kind),
+    place,
     {name: params[name] for name in own},
     carry.x_BTD,
     context,
-    carry.cache,
+    {name: carry.cache[name] for name in names},
     specs=(P(), P(), rows, rows, _of_cache()),
     out_specs=(rows, rows, _of_cache()),
   )
   rest = {name: value for name, value in params.items() if name not in own}
-  return Carry(x_BTD, cache), normed_BTD, rest
+  return Carry(x_BTD, {**carry.cache, **cache}), normed_BTD, rest
 
 
 def _mix_rows(
-  index: Array,
-  params: Params,
-  x_BTD: Array,
-  context: Context,
-  cache: Cache,
-  *,
-  config: ModelConfig,
-  how: Attention,
+  place: Array, params: Params, x_BTD: Array, context: Context, cache: Cache, *, kind: Layer
 ) -> tuple[Array, Array, Cache]:
   """``_mix`` on the rows of one device."""
-  mixer = mixers.grouped_query if isinstance(config.attention, GroupedQuery) else mixers.latent
+  config = kind.config
+  norm = functools.partial(rms_norm, eps=config.norm_eps, around_one=config.norms_around_one)
 
   def normed(x_BTD: Array, name: str) -> Array:
     """Selects here, not in what attention returns: it costs nothing as a part of the norm."""
-    normed_BTD = rms_norm(x_BTD, params[name], config.norm_eps)
+    normed_BTD = norm(x_BTD, params[name])
     return jnp.where(context.valid_BT[..., None], normed_BTD, jnp.zeros((), x_BTD.dtype))
 
-  attend = functools.partial(_attend, context, how)
-  y_BTD, new = mixer(params, normed(x_BTD, "attention_norm"), context.turn, config, attend)
+  shared = mixers.Shared(
+    turn=context.turn,
+    rotary=config.rotary,
+    norm_eps=config.norm_eps,
+    norm=norm,
+    attend=functools.partial(_attend, context, kind.how),
+    segment_BT=context.segment_BT,
+    last_BR=context.last_BR,
+    block=kind.how.block,
+  )
+  mixer = config.mixer(kind.index)
+  y_BTD, new = mixers.mix(mixer, params, normed(x_BTD, "attention_norm"), shared)
   x_BTD += y_BTD
   cache = {
-    name: lax.dynamic_update_index_in_dim(cache[name], value, index, axis=0)
+    name: lax.dynamic_update_index_in_dim(cache[name], value, place, axis=0)
     for name, value in new.items()
   }
   return x_BTD, normed(x_BTD, "mlp_norm"), cache
 
 
 def _attend(
-  context: Context, how: Attention, query: Array, key: Array, value: Array, *, scale: float
+  context: Context,
+  how: Attention,
+  query: Array,
+  key: Array,
+  value: Array,
+  **options: Any,
 ) -> Array:
-  def by_blocks() -> Array:
-    return attention.attend(query, key, value, context.segment_BT, scale=scale, block=how.block)
-
   candidates = {
-    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, scale=scale),
-    "portable": by_blocks,
+    "cudnn": lambda: cudnn.attend(query, key, value, context.spans, **options),
+    "portable": lambda: attention.attend(
+      query, key, value, context.segment_BT, block=how.block, **options
+    ),
   }
   return first_that_can(how.implementations, candidates)
 
@@ -223,14 +262,24 @@ def check_batch(batch: PackedBatch, block: int) -> None:
     )
 
 
-def _block(config: ModelConfig, balance: BalanceConfig) -> Block:
+def _kept(config: ModelConfig) -> dict[str, tuple[mixers.Kept, list[int]]]:
+  """Each array that decoding needs, with the layers that have it."""
+  found: dict[str, tuple[mixers.Kept, list[int]]] = {}
+  for layer in range(config.num_layers):
+    for name, one in mixers.kept(config.mixer(layer)).items():
+      found.setdefault(name, (one, []))[1].append(layer)
+  return found
+
+
+def _block(kind: Layer) -> Block:
   return Block(
-    gating=config.gating,
-    config=balance,
-    activation=jax.nn.silu,
+    gating=kind.config.gating,
+    config=kind.balance,
+    activation=kind.config.activation,
     dtype=None,
     axis_name=AXIS,
     token_axes=row_axes(),
+    layout=Layout(kind.config.expert_layout),
   )
 
 

@@ -136,6 +136,7 @@ def _slices(
   index = tuple(slice(r.start, r.stop) for r in ranges[names.ndim :])
   if source.transpose:
     index = (*index[:-2], index[-1], index[-2])
+  index = (*[slice(0, 1)] * source.lead, *index)
   lead = ranges[: names.ndim]
   for place in itertools.product(*(range(len(r)) for r in lead)):
     yield place, names[tuple(r[p] for r, p in zip(lead, place, strict=True))], index
@@ -149,6 +150,7 @@ def _pieces(
     out = values[(*place, ...)]
     if source.transpose:
       out = out.swapaxes(-1, -2)
+    out = out[(*(None,) * source.lead, ...)]
     if not index:
       yield _Piece(name, index, out)
       continue

@@ -1,42 +1,12 @@
 """What the tensors of published checkpoints are called, for every parameter of a model."""
 
-from ultraep_jax.models.config import GroupedQuery, ModelConfig
+from ultraep_jax.models import families
+from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.params import Path, param_specs
 from ultraep_jax.models.sources import Source
 
-_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-
-# Of a layer, below "model.layers.{layer}.". Biases lie beside weights, without a line of their own.
-_LAYER = {
-  "attention_norm": "input_layernorm",
-  "mlp_norm": "post_attention_layernorm",
-  "out": "self_attn.o_proj",
-}
-_GROUPED_QUERY = {
-  "query": "self_attn.q_proj",
-  "key": "self_attn.k_proj",
-  "value": "self_attn.v_proj",
-  "query_norm": "self_attn.q_norm",
-  "key_norm": "self_attn.k_norm",
-}
-_LATENT = {
-  "query_latent": "self_attn.q_a_proj",
-  "query_norm": "self_attn.q_a_layernorm",
-  "query": "self_attn.q_b_proj",
-  "latent": "self_attn.kv_a_proj_with_mqa",
-  "latent_norm": "self_attn.kv_a_layernorm",
-  "key_value": "self_attn.kv_b_proj",
-}
-_DENSE = {"wi_gate": "mlp.gate_proj", "wi_up": "mlp.up_proj", "wo": "mlp.down_proj"}
-_MOE = {
-  "router": "mlp.gate",
-  "wi_gate": "mlp.experts.{expert}.gate_proj",
-  "wi_up": "mlp.experts.{expert}.up_proj",
-  "wo": "mlp.experts.{expert}.down_proj",
-  "shared_wi_gate": "mlp.shared_experts.gate_proj",
-  "shared_wi_up": "mlp.shared_experts.up_proj",
-  "shared_wo": "mlp.shared_experts.down_proj",
-}
+HEAD = "lm_head.weight"
+_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": HEAD}
 
 
 def sources(config: ModelConfig) -> dict[Path, Source]:
@@ -44,6 +14,7 @@ def sources(config: ModelConfig) -> dict[Path, Source]:
 
   Experts have a tensor each, as on the Hugging Face Hub.
   """
+  family = families.by_name(config.architecture)
   found: dict[Path, Source] = {}
   for path, spec in param_specs(config).items():
     # The embedding is a table of rows, in memory as on disk.
@@ -51,10 +22,11 @@ def sources(config: ModelConfig) -> dict[Path, Source]:
     if len(path) == 1:
       found[path] = Source(_TOP[str(path[0])], transpose)
       continue
-    run = config.runs[int(path[1])]
-    below = _below_layer(config, config.is_moe[run[0]], str(path[2]))
-    names = [_layer_names(config, f"model.layers.{layer}.{below}") for layer in run]
-    found[path] = Source(names, transpose)
+    layers = config.stacks[int(path[1])]
+    transpose = transpose and not (config.is_moe[layers[0]] and path[2] in family.untransposed)
+    below = _below_layer(config, config.is_moe[layers[0]], str(path[2]))
+    names = [_layer_names(config, f"model.layers.{layer}.{below}") for layer in layers]
+    found[path] = Source(names, transpose, int(path[2] in family.single))
   return found
 
 
@@ -62,25 +34,22 @@ def ignored_patterns(config: ModelConfig) -> tuple[str, ...]:
   """Patterns (``fnmatch``) of tensors that checkpoints have and prefill does not need.
 
   They are the layers that predict several tokens at once, behind the last one, frequencies that
-  older checkpoints store, and an output matrix that is the embedding.
+  older checkpoints store, an output matrix that is the embedding, and what the family names.
   """
-  first = len(config.is_moe)
-  layers = range(first, first + config.num_extra_layers)
-  head = (_TOP["head"],) if config.tied_embeddings else ()
-  return (*(f"model.layers.{layer}.*" for layer in layers), "model.*rotary_emb.inv_freq", *head)
+  layers = range(config.num_layers, config.num_layers + config.num_extra_layers)
+  head = (HEAD,) if config.tied_embeddings else ()
+  own = families.by_name(config.architecture).ignored
+  extra = (f"model.layers.{layer}.*" for layer in layers)
+  return (*extra, "model.*rotary_emb.inv_freq", *head, *own)
 
 
 def _below_layer(config: ModelConfig, is_moe: bool, name: str) -> str:
-  if name == "selection_bias":
-    return "mlp.gate.e_score_correction_bias"
-  attention = config.attention
-  if name == "query" and not isinstance(attention, GroupedQuery) and attention.query_rank is None:
-    return "self_attn.q_proj.weight"
-  mixer = _GROUPED_QUERY if isinstance(attention, GroupedQuery) else _LATENT
-  weights = _LAYER | mixer | (_MOE if is_moe else _DENSE)
-  if name in weights:
-    return weights[name] + ".weight"
-  return weights[name.removesuffix("_bias")] + ".bias"
+  family = families.by_name(config.architecture)
+  names = {**family.mixer, **(family.moe if is_moe else family.dense)}
+  if name in names:
+    return names[name]
+  beside = names[name.removesuffix("_bias")]
+  return beside.removesuffix(".weight") + ".bias"
 
 
 def _layer_names(config: ModelConfig, name: str) -> str | list[str]:

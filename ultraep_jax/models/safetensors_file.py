@@ -57,13 +57,22 @@ class Tensor(NamedTuple):
 
   @property
   def dtype(self) -> np.dtype | None:
-    """None: not a dtype that this library reads."""
-    return DTYPES.get(self.format)
+    """As it is stored, of MXFP4 as it is read. None: not a dtype that this library reads."""
+    return np.dtype(np.float32) if self.is_mxfp4 else DTYPES.get(self.format)
 
   @property
   def is_fp8(self) -> bool:
     """Its values are those stored times factors in another tensor, see `fp8`."""
     return self.format == "F8_E4M3"
+
+  @property
+  def is_mxfp4(self) -> bool:
+    """Its values are those of two other tensors, see `mxfp4`; it lies where the first does."""
+    return self.format == "MXFP4"
+
+  @property
+  def is_quantized(self) -> bool:
+    return self.is_fp8 or self.is_mxfp4
 
 
 def read_header(folder: pathlib.Path, file: str) -> dict[str, Tensor]:

@@ -19,10 +19,12 @@ class Source(NamedTuple):
     names: of the tensors on disk, one for each index of the parameter's leading axes (layers,
       experts): nested sequences or an object array of that shape; a string for a plain tensor.
     transpose: the last two axes are swapped: on disk [out, in], in the parameter [in, out].
+    lead: axes of size 1 that the tensors have before those of the parameter.
   """
 
   names: Any
   transpose: bool = False
+  lead: int = 0
 
   def array(self) -> np.ndarray:
     """The names as an object array whose shape is that of the leading axes.
@@ -70,6 +72,7 @@ def check_sources[K: Hashable](
     expected = shape.shape[names.ndim :]
     if sources[path].transpose:
       expected = (*expected[:-2], *reversed(expected[-2:]))
+    expected = (*(1,) * sources[path].lead, *expected)
     for name in names.flat:
       used.update(checkpoint.parts(name))
       if name not in checkpoint.tensors:
@@ -87,14 +90,16 @@ def check_sources[K: Hashable](
             f"{name} for {_text(path)}: expected one that becomes {shape.dtype}, got {tensor.dtype}"
           )
   kinds["unexpected tensors"] = [
-    name
-    for name in checkpoint.tensors
-    if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+    name for name in checkpoint.tensors if name not in used and not is_ignored(name, ignored)
   ]
   # The search for close names takes long, so only for those that are shown.
   missing[:SHOWN] = [checkpoint.problem(name) or name for name in missing[:SHOWN]]
   if report := summary(kinds):
     raise ValueError(f"checkpoint {checkpoint.folder}: expected the model's tensors, got\n{report}")
+
+
+def is_ignored(name: str, patterns: Sequence[str]) -> bool:
+  return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_float(dtype: Any) -> bool:

@@ -5,7 +5,7 @@ Everything but the experts runs on each device for its own rows; experts lie ove
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from ultraep_jax.block import check_mesh
 from ultraep_jax.config import BalanceConfig, check_choice
+from ultraep_jax.gating import check_choices
 from ultraep_jax.models import layers
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.params import AXIS, Spec, param_specs, random_param
@@ -41,9 +42,9 @@ class MoETransformer(nnx.Module):
   """A decoder as ``ModelConfig`` describes it. Changes no state when called.
 
   Parameters: ``embed`` ``[V, D]``, ``norm`` ``[D]``, ``head`` ``[D, V]`` (unless it is the
-  embedding) and ``stacks``, one ``Stack`` for each run of layers of one kind, with names as in
-  ``params.layer_specs`` and layers as leading axis. Experts are sharded over ``"expert"``, all
-  else is on every device; routers and selection biases are float32.
+  embedding) and ``stacks``, one ``Stack`` for each of ``config.stacks``, layers of one kind, with
+  names as in ``params.layer_specs`` and layers as leading axis. Experts are sharded over
+  ``"expert"``, all else is on every device; routers and selection biases are float32.
 
   Construction and calls need the mesh in context. Construct under ``nnx.jit`` where one device
   cannot hold all experts.
@@ -111,8 +112,8 @@ class MoETransformer(nnx.Module):
     self.norm = param(specs["norm",])
     self.head = None if config.tied_embeddings else param(specs["head",])
     self.stacks = nnx.List(
-      Stack({str(path[-1]): param(s) for path, s in specs.items() if path[:2] == ("stacks", run)})
-      for run in range(len(config.runs))
+      Stack({str(path[-1]): param(s) for path, s in specs.items() if path[:2] == ("stacks", i)})
+      for i in range(len(config.stacks))
     )
     self.config = config
     self.balance = balance
@@ -128,41 +129,76 @@ class MoETransformer(nnx.Module):
   def attention_block(self) -> int:
     return self.attention.block
 
-  def __call__(self, batch: PackedBatch) -> PrefillResult:
+  def __call__(
+    self, batch: PackedBatch, *, expert_index_LBTK: Array | None = None
+  ) -> PrefillResult:
     """Runs the requests of a batch through all layers.
 
     Args:
       batch: rows are divided over the mesh axes ``"data"``, if there is one, and ``"expert"``.
+      expert_index_LBTK: ``[L, B, T, K]`` int32, the choices of the L mixtures in order, if they
+        are made already, as an earlier result's.
 
     Returns:
       Logits of the token after each request. The cache is a dict: for grouped queries of ``key``
       (rotated) and ``value`` ``[layers, B, T, N, C]``; for latent attention of ``latent``
       (normed) ``[layers, B, T, R]`` and ``rotary_key`` ``[layers, B, T, C]``, in the dtype of the
-      computation. In padding it holds anything finite.
+      computation. In padding it holds anything finite. The state, of the gated delta rule, is a
+      dict of ``delta_state`` ``[layers, B, R, H, C, V]`` float32 and ``delta_inputs``
+      ``[layers, B, R, conv_width − 1, channels]``. Layers are those that have them, in order.
 
     Raises:
       ValueError: shapes do not fit each other, the mesh or ``attention_block``.
       TypeError: a dtype is wrong.
     """
     layers.check_batch(batch, self.attention.block)
+    if expert_index_LBTK is not None:
+      check_choices(
+        expert_index_LBTK,
+        (sum(self.config.is_moe), *batch.token_BT.shape, self.config.gating.num_experts_per_tok),
+      )
     config, embed_VD = self.config, self.embed[...]
     head_DV = embed_VD.T if self.head is None else self.head[...]
     carry, context = layers.start(embed_VD, batch, config, self.dtype)
-    all_stats, first = [], 0
-    for stack, run in zip(self.stacks, config.runs, strict=True):
-      step = functools.partial(
-        layers.moe_layer if config.is_moe[run[0]] else layers.dense_layer,
-        context,
-        config=config,
-        balance=self.balance,
-        how=self.attention,
+    all_measured, first = [], 0
+    for run in config.runs:
+      stacks = [config.stacks[i] for i in run]
+      mixtures = [stack for stack in stacks if config.is_moe[stack[0]]]
+      chosen: list[Array | None] = [None] * len(stacks)
+      if expert_index_LBTK is not None and mixtures:
+        count = len(mixtures) * len(mixtures[0])
+        chosen = _by_stack(expert_index_LBTK[first : first + count], stacks, mixtures)
+        first += count
+      kinds = tuple(
+        layers.Layer(config, stack[0], self.balance, self.attention) for stack in stacks
       )
-      index = jnp.arange(first, first + len(run), dtype=jnp.int32)
-      params = stack.arrays()
-      carry, measured = lax.scan(step, carry, (index, params))
-      first += len(run)
-      if measured is not None:
-        all_stats.append(layer_stats(measured))
-    logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config.norm_eps)
-    stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_stats) if all_stats else None
-    return PrefillResult(logits_BRV, carry.cache, stats)
+      places = [layers.places(config, stack) for stack in stacks]
+      params = [self.stacks[i].arrays() for i in run]
+      step = functools.partial(layers.step, context, kinds=kinds)
+      carry, measured = lax.scan(step, carry, tuple(zip(places, params, chosen, strict=True)))
+      if measured:
+        all_measured.append(_in_order(measured))
+    logits_BRV = layers.logits(carry.x_BTD, batch.last_BR, self.norm[...], head_DV, config)
+    cache, state = layers.by_token_and_request(carry.cache, config)
+    if not all_measured:
+      return PrefillResult(logits_BRV, cache, None, None, state or None)
+    of_runs = [(layer_stats(measured), index) for measured, index in all_measured]
+    stats, index_LBTK = jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_runs)
+    return PrefillResult(logits_BRV, cache, stats, index_LBTK, state or None)
+
+
+def _by_stack(
+  chosen_XBTK: Array, stacks: Sequence[tuple[int, ...]], mixtures: Sequence[tuple[int, ...]]
+) -> list[Array | None]:
+  """The choices of a run's mixtures in order, for each of its stacks."""
+  cycles = chosen_XBTK.reshape(-1, len(mixtures), *chosen_XBTK.shape[1:])
+  return [cycles[:, mixtures.index(s)] if s in mixtures else None for s in stacks]
+
+
+def _in_order[T](measured: Sequence[T]) -> T:
+  """Of the mixtures of a cycle, each with the cycles along the first axis: of one after another."""
+
+  def merge(*leaves: Array) -> Array:
+    return jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:])
+
+  return measured[0] if len(measured) == 1 else jax.tree.map(merge, *measured)

@@ -1,7 +1,7 @@
 """What the planner weighs: seconds of a layer's parts, as rows of expert matmul.
 
-Seconds come from the description of the devices (``devices/``), the shapes of an expert and what
-is counted here. Rows are integers, so that every rank plans the same.
+Seconds come from the description of the devices (``devices/``) and the shape of an expert. Rows are
+integers, so that every rank plans the same.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,6 @@ from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
 from ultraep_jax.types import ExpertWeights, PlanCost
 
-# Kernels that XLA launches more for a layer that may copy than for one that cannot: counted in
-# compiled forward layers.
-_BALANCE_LAUNCHES = 16
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _WORK = {"forward": 1, "backward": 2}
 
@@ -26,7 +23,7 @@ class LayerCost(NamedTuple):
 
   Attributes:
     plan: what the planner weighs.
-    fixed_rows: what a program that may copy costs more than one which cannot, whatever it copies.
+    fixed_rows: what a layer that may copy costs more than one that cannot, whatever it copies.
   """
 
   plan: PlanCost
@@ -45,7 +42,7 @@ class LayerCost(NamedTuple):
 
     A token chooses distinct experts, so a rank of M experts gets at most
     ``G * T * min(K, M)`` rows. At best it shares them with all of its domain. If that spares no
-    second round, and no more rows than one copy and the launches of balancing cost, no plan can
+    second round, and no more rows than one copy and what balancing takes in any case, no plan can
     gain. ``objective="balance"`` asks for no gain in time.
 
     Args:
@@ -57,7 +54,7 @@ class LayerCost(NamedTuple):
     """
     if config.objective == "balance":
       return True
-    domain = num_ranks if config.domain_size is None else config.domain_size
+    domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
     spared = most - -(-most // domain)
     if spared and most > int(self.plan.capacity_rows):
@@ -74,10 +71,22 @@ def layer_cost(
     dtype: that the layer computes in.
     weights: for the shapes of an expert, ``[..., D, F]``.
     capacity: C, rows that a rank computes in one round.
-    config: ``copy_rows``, ``device`` and ``implementation`` are used.
+    config: ``copy_rows``, ``device``, ``implementation`` and ``node_size`` are used.
   """
-  kernels = "mosaic_gpu" in implementation.resolve(config.implementation)
-  cost = cost_on(known.resolve(config.device), dtype, weights, capacity, kernels=kernels)
+
+  def by_kernel(operation: str) -> bool:
+    return "mosaic_gpu" in implementation.resolve(
+      config.implementation, operation, config.node_size
+    )
+
+  cost = cost_on(
+    known.resolve(config.device),
+    dtype,
+    weights,
+    capacity,
+    moving=by_kernel("replicate"),
+    multiplying=by_kernel("matmul"),
+  )
   if config.copy_rows is None:
     return cost
   return cost._replace(plan=cost.plan._replace(copy_rows=config.copy_rows))
@@ -89,38 +98,40 @@ def cost_on(
   weights: ExpertWeights,
   capacity: int,
   *,
-  kernels: bool = True,
+  moving: bool = True,
+  multiplying: bool = True,
 ) -> LayerCost:
-  """What balancing a layer costs on such devices, with the kernels or in plain JAX.
+  """What balancing a layer costs on such devices.
 
-  On devices of which nothing is known, such as CPUs, copies weigh nothing: the planner balances
-  as well as it can, with as few copies as that takes.
+  Copies weigh nothing on devices without a description, such as CPUs. The planner then balances as
+  well as it can, with as few copies as that takes.
+
+  Args:
+    device: the description.
+    dtype: that the layer computes in.
+    weights: for the shapes of an expert.
+    capacity: C.
+    moving: copies move by kernels, else in plain JAX.
+    multiplying: experts are multiplied by kernels.
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
-  portable = device.portable or device
-  moving = device if kernels else portable
-  # Other dtypes are multiplied in plain JAX, and their copies travel alone.
-  multiplying = moving if dtype == jnp.bfloat16 else portable
+  multiplying &= dtype == jnp.bfloat16  # others in plain JAX
   inner, width = weights.wo.shape[-2:]
-  shape = width, inner, weights.num_matrices
-  sending = copy_seconds(moving, copy_bytes(dtype, weights), beside=multiplying is moving)
-  row = row_seconds(multiplying, *shape)
-  return in_rows(
-    row,
-    copy=sending + slot_seconds(multiplying, *shape),
-    launch=device["launch_seconds"],
-    capacity=capacity,
+  shape = width, inner, "forward", weights.num_matrices
+  matmuls = device.running(kernels=multiplying)
+  sending = copy_seconds(
+    device.running(kernels=moving),
+    copy_bytes(dtype, weights),
+    beside=moving and multiplying,  # else copies travel alone
   )
-
-
-def in_rows(row: float, *, copy: float, launch: float, capacity: int) -> LayerCost:
-  """The cost from the seconds of a row, a copy and a launch."""
-  return LayerCost(PlanCost(round(copy / row), capacity), round(_BALANCE_LAUNCHES * launch / row))
+  row = row_seconds(matmuls, *shape)
+  copy = sending + slot_seconds(matmuls, *shape)
+  return LayerCost(PlanCost(round(copy / row), capacity), round(device["balance_seconds"] / row))
 
 
 def row_seconds(
-  device: Device, width: int, inner: int, matrices: int = 3, direction: str = "forward"
+  device: Device, width: int, inner: int, direction: str = "forward", matrices: int = 3
 ) -> float:
   """What one row more takes. What its slot takes in any case is in ``slot_seconds``."""
   rate = device.matmul_rate(width, inner, backward=direction == "backward")
@@ -128,16 +139,19 @@ def row_seconds(
 
 
 def slot_seconds(
-  device: Device, width: int, inner: int, matrices: int = 3, direction: str = "forward"
+  device: Device, width: int, inner: int, direction: str = "forward", matrices: int = 3
 ) -> float:
   """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
-  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, matrices, direction)
-  return rows + _WORK[direction] * reading_seconds(device, matrices * width * inner)
+  rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction, matrices)
+  return rows + reading_seconds(device, width, inner, direction, matrices)
 
 
-def reading_seconds(device: Device, size: int) -> float:
-  """What reading so many weights of an expert once adds to its matmuls."""
-  return device["weights_exposed"] * _WEIGHT_BYTES * size / device["memory_rate"]
+def reading_seconds(
+  device: Device, width: int, inner: int, direction: str = "forward", matrices: int = 3
+) -> float:
+  """What reading an expert's weights adds to its matmuls; backward also writes gradients."""
+  seconds = _WORK[direction] * _WEIGHT_BYTES * matrices * width * inner / device["memory_rate"]
+  return device["weights_exposed"] * seconds
 
 
 def copy_seconds(

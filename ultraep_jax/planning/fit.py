@@ -15,7 +15,7 @@ def num_slots(config: BalanceConfig, num_experts: int, num_ranks: int) -> int:
   """
   if config.replica_slots != "auto":
     return config.replica_slots
-  domain = num_ranks if config.domain_size is None else config.domain_size
+  domain = config.domain_of(num_ranks)
   return slots_that_suffice(num_experts // num_ranks * domain, domain)
 
 
@@ -48,7 +48,7 @@ def always_fits(
   """
   if capacity >= num_ranks * assignments:
     return True
-  if config.domain_size not in (None, num_ranks) or capacity < assignments:
+  if config.domain_of(num_ranks) != num_ranks or capacity < assignments:
     return False
   if num_slots(config, num_experts, num_ranks) < slots_that_suffice(num_experts, num_ranks):
     return False

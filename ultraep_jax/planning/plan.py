@@ -37,7 +37,7 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   rank has the mean rounded up. Taken is, with ties to fewer replicas, then to fewer ``copies``,
   then to the less busy rank, then to the first candidate:
 
-  - ``objective="balance"``: the candidate with the least busiest load;
+  - ``objective="balance"``: the candidate with the lowest maximum load;
   - ``objective="time"``: of the candidates whose busiest load is at most ``capacity_rows``, or of
     all if there are none, the least cost in rows, ``busiest + copy_rows * copies``, saturating at
     2^31 − 1;
@@ -154,13 +154,10 @@ def set_up(
   load_GE: Array, config: BalanceConfig, cost: PlanCost | None
 ) -> tuple[Setup, PlanCost | None]:
   num_ranks, num_experts = load_GE.shape
-  domain_size = num_ranks if config.domain_size is None else config.domain_size
-  if num_ranks % domain_size:
-    raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {domain_size}")
   if config.objective == "time" and cost is None:
     raise ValueError('cost: expected a PlanCost for objective="time", got None')
   setup = Setup(
-    domain_size=domain_size,
+    domain_size=config.domain_of(num_ranks),
     num_slots=fit.num_slots(config, num_experts, num_ranks),
     min_tokens=config.min_tokens_per_replica,
     transfer=config.transfer,
@@ -175,7 +172,7 @@ def _implementations(config: BalanceConfig, setup: Setup) -> Implementations:
   """Without room for replicas there is nothing for a kernel to do."""
   if setup.num_slots == 0 or setup.domain_size == 1:
     return ("portable",)
-  return implementation.resolve(config.implementation)
+  return implementation.resolve(config.implementation, "plan")
 
 
 def _as_int32(cost: PlanCost | None) -> PlanCost | None:

@@ -10,6 +10,7 @@ row of its own assignments without asking anyone.
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
@@ -70,6 +71,7 @@ def slot_rows(quota_EG: Array, expert_GP: Array) -> Array:
   return jnp.where(expert_GP >= 0, row_GP, 0)
 
 
+@jax.named_scope("uep.route")
 def route_tokens(
   expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int, config: BalanceConfig
 ) -> Routes:
@@ -100,7 +102,7 @@ def route_tokens(
     "mosaic_gpu": lambda: _route_on_gpu(*arguments),
     "portable": lambda: _route(*arguments),
   }
-  return first_that_can(implementation.resolve(config.implementation), candidates)
+  return first_that_can(implementation.resolve(config.implementation, "route"), candidates)
 
 
 def _route(expert_index_TK: Array, load_GE: Array, plan: Plan, rank: Array | int) -> Routes:

@@ -58,7 +58,7 @@ def settle(
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
   capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
   cost = layer_cost(dtype, weights, capacity, config)
-  plans = config.domain_size != 1 and num_ranks > 1
+  plans = config.domain_of(num_ranks) > 1
   if config.strategy == "quota":
     plans &= cost.can_gain(
       config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks

@@ -242,7 +242,7 @@ class PrefillEngine:
     try:
       landed = land(flight)
     except Exception as error:
-      flight.outputs, flight.caches = None, ()
+      flight.outputs, flight.kept = None, ()
       self._run_halves(flight.requests, error)
       return
     seconds = landed.finished - max(flight.started, self._last_finish)

@@ -25,8 +25,8 @@ class Flight:
     packing: where they lie.
     slots: rows times bucket.
     started: when it was given to the devices.
-    outputs: of its program, without the cache.
-    caches: of each request; None without.
+    outputs: of its program, without cache and state.
+    kept: cache and state of each request; None without.
     error: what was raised instead.
   """
 
@@ -36,7 +36,7 @@ class Flight:
   slots: int
   started: float
   outputs: Outputs | None = None
-  caches: Sequence[Any] = ()
+  kept: Sequence[tuple[Any, Any]] = ()
   error: Exception | None = None
 
   @property
@@ -74,10 +74,10 @@ def launch(
     outputs = programs.run(batch)
     # At once, not when the tokens are there: another batch may be on the devices by then.
     if programs.config.return_cache:
-      flight.caches = programs.cut(outputs.cache, packing, [len(p) for p in prompts])
+      flight.kept = programs.cut(outputs, packing, [len(p) for p in prompts])
     else:
-      flight.caches = [None] * len(requests)
-    flight.outputs = outputs._replace(cache=None)
+      flight.kept = [(None, None)] * len(requests)
+    flight.outputs = outputs._replace(cache=None, state=None)
   except Exception as error:
     flight.error = error
   return flight
@@ -101,7 +101,7 @@ def land(flight: Flight) -> Landed:
   finished = time.monotonic()
   results: list[Prefilled | RequestFailed] = []
   places = zip(flight.requests, flight.packing.row, flight.packing.slot, strict=True)
-  for (request, row, slot), cache in zip(places, flight.caches, strict=True):
+  for (request, row, slot), (cache, state) in zip(places, flight.kept, strict=True):
     if not finite_BR[row, slot]:
       error = RequestFailed(
         f"logits: expected finite ones, got NaN or infinity for a prompt of "
@@ -113,6 +113,7 @@ def land(flight: Flight) -> Landed:
       token=int(token_BR[row, slot]),
       logits_V=None if logits_BRV is None else logits_BRV[row, slot].copy(),
       cache=cache,
+      state=state,
       length=len(request.prompt),
       queued=request.queued,
       started=flight.started,

@@ -21,7 +21,7 @@ from ultraep_jax.types import Array, LayerStats
 
 _COMPILE_WORKERS = 4
 # Where XLA may use Triton's matmuls, it copies a layer's weights out of their stack for them, also
-# if it then finds cuBLAS faster; docs/benchmarks.md has what that took. Other backends ignore this.
+# if it then finds cuBLAS faster (docs/lab/prefill.md: what that took). Other backends ignore this.
 _COMPILER_OPTIONS: Any = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -34,6 +34,7 @@ class Outputs(NamedTuple):
     logits_BRV: float32, or None if the engine does not return them.
     cache: ``[layers, B, T, ...]``, or None if the engine does not return it.
     stats: of the MoE layers, or None.
+    state: ``[layers, B, R, ...]``, or None if the engine does not return it or there is none.
   """
 
   token_BR: Array
@@ -41,6 +42,7 @@ class Outputs(NamedTuple):
   logits_BRV: Array | None
   cache: Any
   stats: LayerStats | None
+  state: Any = None
 
 
 class Programs:
@@ -73,7 +75,7 @@ class Programs:
     with jax.set_mesh(self.mesh):
       prefill = {bucket: self._lower_prefill(bucket) for bucket in self.config.buckets}
       cut = {
-        (bucket, length): self._lower_cut(lowered.out_info.cache, length)
+        (bucket, length): self._lower_cut((lowered.out_info.cache, lowered.out_info.state), length)
         for bucket, lowered in prefill.items()
         for length in lengths(bucket, self.config.alignment)
         if self.config.return_cache
@@ -99,14 +101,15 @@ class Programs:
     placed = jax.device_put(batch, self._by_row)
     return self._prefill[batch.token_BT.shape[1]](self._state, placed)
 
-  def cut(self, cache: Any, packing: Packing, sizes: Sequence[int]) -> list[Any]:
-    """Each request's part of a batch's cache, ``[layers, P, ...]`` on its row's device.
+  def cut(self, outputs: Outputs, packing: Packing, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Each request's part of a batch's cache and its state, on its row's device.
 
-    P is the least of ``lengths(bucket, alignment)`` that holds the request; what lies beyond its
-    tokens is 0. One call of a program serves one request of every row.
+    They are ``[layers, P, ...]`` and ``[layers, ...]``. P is the least of
+    ``lengths(bucket, alignment)`` that holds the request; what lies beyond its tokens is 0. One
+    call of a program serves one request of every row.
 
     Args:
-      cache: of the batch.
+      outputs: of the batch.
       packing: of the batch.
       sizes: tokens of each request.
     """
@@ -122,10 +125,11 @@ class Programs:
     parts: list[Any] = [None] * len(sizes)
     for length, of_length in calls.items():
       for call in of_length:
-        where_B2 = np.zeros((self.rows, 2), np.int32)
+        where_B3 = np.zeros((self.rows, 3), np.int32)
         for row, i in call.items():
-          where_B2[row] = packing.start[i], sizes[i]
-        pieces = self._cut[packing.bucket, length](cache, self._put(where_B2))
+          where_B3[row] = packing.start[i], sizes[i], packing.slot[i]
+        kept = outputs.cache, outputs.state
+        pieces = self._cut[packing.bucket, length](kept, self._put(where_B3))
         for row, i in call.items():
           parts[i] = jax.tree.map(functools.partial(self._on_row, row=row), pieces)
     return parts
@@ -153,15 +157,18 @@ class Programs:
   def _step(self, state: nnx.State, batch: PackedBatch) -> Outputs:
     result = nnx.merge(self._graphdef, state)(batch)
     self._check(result, batch)
-    logits_BRV, cache = result.logits_BRV, None
+    logits_BRV, kept = result.logits_BRV, (None, None)
     if self.config.return_cache:
-      cache = jax.tree.map(lambda leaf: shard(leaf, P(None, self.axes)), result.cache)
+      kept = jax.tree.map(
+        lambda leaf: shard(leaf, P(None, self.axes)), (result.cache, result.state)
+      )
     return Outputs(
       token_BR=shard(jnp.argmax(logits_BRV, axis=-1).astype(jnp.int32), P()),
       finite_BR=shard(jnp.all(jnp.isfinite(logits_BRV), axis=-1), P()),
       logits_BRV=logits_BRV if self.config.return_logits else None,
-      cache=cache,
+      cache=kept[0],
       stats=result.stats,
+      state=kept[1],
     )
 
   def _check(self, result: PrefillResult, batch: PackedBatch) -> None:
@@ -180,10 +187,18 @@ class Programs:
         raise ValueError(
           f"cache: expected arrays [layers, {rows}, {bucket}, ...], got {list(leaf.shape)}"
         )
+    for leaf in jax.tree.leaves(result.state):
+      if leaf.shape[1:3] != requests:
+        raise ValueError(
+          f"state: expected arrays [layers, {requests[0]}, {requests[1]}, ...], "
+          f"got {list(leaf.shape)}"
+        )
 
-  def _lower_cut(self, cache: Any, length: int) -> jax.stages.Lowered:
-    def local(cache: Any, where_B2: Array) -> Any:
-      start, size = where_B2[0, 0], where_B2[0, 1]
+  def _lower_cut(self, kept: tuple[Any, Any], length: int) -> jax.stages.Lowered:
+    """Of cache and state."""
+
+    def local(kept: tuple[Any, Any], where_B3: Array) -> tuple[Any, Any]:
+      start, size, slot = where_B3[0]
       iota_P = jnp.arange(length, dtype=jnp.int32)
 
       def piece(leaf: Array) -> Array:  # [layers, 1, T, ...]
@@ -192,7 +207,11 @@ class Programs:
         inside = (iota_P < size).reshape(1, length, *(1,) * (rows.ndim - 2))
         return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
 
-      return jax.tree.map(piece, cache)
+      def of_request(leaf: Array) -> Array:  # [layers, 1, R, ...]
+        return jnp.take(leaf[:, 0], slot, axis=1, mode="clip")
+
+      cache, state = kept
+      return jax.tree.map(piece, cache), jax.tree.map(of_request, state)
 
     by_row = P(self.axes)
     function = jax.shard_map(
@@ -200,9 +219,9 @@ class Programs:
     )
     placed = NamedSharding(self.mesh, P(None, self.axes))
     shapes = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), cache
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), kept
     )
-    where = jax.ShapeDtypeStruct((self.rows, 2), jnp.int32, sharding=self._by_row)
+    where = jax.ShapeDtypeStruct((self.rows, 3), jnp.int32, sharding=self._by_row)
     return jax.jit(function).lower(shapes, where)
 
   def _run_each(self) -> None:
@@ -210,10 +229,11 @@ class Programs:
     for bucket in progress(self.config.buckets, "first run", "program"):
       empty = np.zeros((self.rows, bucket), np.int32)
       last_BR = np.full((self.rows, self.config.max_requests), -1, np.int32)
+      none = self._put(np.zeros((self.rows, 3), np.int32))
       out = self.run(PackedBatch(empty, empty, empty, last_BR))  # type: ignore[arg-type]
       for (of_bucket, _), program in self._cut.items():
         if of_bucket == bucket:
-          jax.block_until_ready(program(out.cache, self._put(np.zeros((self.rows, 2), np.int32))))
+          jax.block_until_ready(program((out.cache, out.state), none))
       jax.block_until_ready(out)
 
 

@@ -32,6 +32,8 @@ class Prefilled(NamedTuple):
     batch_requests: requests of that batch.
     batch_tokens: their tokens.
     batch_slots: rows times bucket: tokens that would have fitted.
+    state: the model's behind the last token, arrays ``[layers, ...]`` where the cache is; None
+      without ``EngineConfig.return_cache`` or where the model has none.
   """
 
   token: int
@@ -45,6 +47,7 @@ class Prefilled(NamedTuple):
   batch_requests: int
   batch_tokens: int
   batch_slots: int
+  state: Any = None
 
 
 class Request(NamedTuple):

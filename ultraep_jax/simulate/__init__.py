@@ -1,12 +1,10 @@
 """Evaluation without a cluster: what balancing reaches for a model, its routing and a machine."""
 
-from ultraep_jax.simulate.calibration import Calibration as Calibration
-from ultraep_jax.simulate.calibration import load_calibration as load_calibration
-from ultraep_jax.simulate.clusters import CLUSTERS as CLUSTERS
-from ultraep_jax.simulate.clusters import Cluster as Cluster
+from ultraep_jax.devices.device import Device as Device
 from ultraep_jax.simulate.cost import Setting as Setting
 from ultraep_jax.simulate.models import MODELS as MODELS
 from ultraep_jax.simulate.models import ModelShape as ModelShape
+from ultraep_jax.simulate.replay import recorded_shape as recorded_shape
 from ultraep_jax.simulate.replay import replay as replay
 from ultraep_jax.simulate.replay import trace_loads as trace_loads
 from ultraep_jax.simulate.replay import trace_setting as trace_setting

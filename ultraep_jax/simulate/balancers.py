@@ -261,7 +261,7 @@ def _by_history(name: str, config: BalanceConfig, period: int, decay: float) -> 
     return after, _of_plan(own_RX, plan)
 
   def init(layers: int, num_experts: int, num_ranks: int) -> list[eplb.History]:
-    domains = num_ranks // (config.domain_size or num_ranks)
+    domains = num_ranks // config.domain_of(num_ranks)
     state = eplb.init(num_experts // domains, num_ranks // domains, alone)
     return [state] * (layers * domains)
 
@@ -295,7 +295,7 @@ def _rearranging_step(
   kept_G = jnp.sum(rows_GP, axis=1).astype(jnp.float32) / num_ranks  # sources are alike
 
   seen_E, age = state.load_E * decay + load_E.astype(jnp.float32), state.age + 1
-  nodes = num_ranks // (config.domain_size or num_ranks)
+  nodes = num_ranks // config.domain_of(num_ranks)
   placed_GP = eplb.rebalance(
     seen_E, num_ranks=num_ranks, num_slots=num_slots, num_groups=nodes, num_nodes=nodes
   )

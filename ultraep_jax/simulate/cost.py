@@ -1,8 +1,8 @@
 """How long a layer takes: from where rows run to seconds.
 
 Every part waits for the rank that is busiest in it, then the parts are added: what overlaps is in
-the calibration as the share that stays exposed. All functions work on numpy arrays with any
-leading axes.
+the description of the device, as the share that stays exposed. All functions work on numpy arrays
+with any leading axes.
 
 A token crosses to a rank once, however many of its experts run there. With ``q`` the share of
 tokens that have the expert of a slot and are sent to it, a source's token goes to a rank with
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ultraep_jax.config import check_factor
+from ultraep_jax.devices.device import Device
+from ultraep_jax.planning import cost as planning
 from ultraep_jax.simulate.balancers import Balancer, Placed
-from ultraep_jax.simulate.calibration import Calibration
 from ultraep_jax.simulate.models import ModelShape
 from ultraep_jax.types import PlanCost
 
@@ -32,7 +33,7 @@ class Setting:
 
   Attributes:
     model: the model's shape.
-    calibration: the machine's constants.
+    device: the description of the machine.
     num_ranks: G, ranks of one expert group.
     domain_size: ranks joined by fast links; at most G, a divisor of it.
     tokens: T, tokens of a rank in a microbatch.
@@ -46,7 +47,7 @@ class Setting:
   """
 
   model: ModelShape
-  calibration: Calibration
+  device: Device
   num_ranks: int
   domain_size: int
   tokens: int = 8192
@@ -78,14 +79,14 @@ class Setting:
   @property
   def plan_cost(self) -> PlanCost:
     """What the planner of ``objective="time"`` weighs, forward and backward together."""
-    rates = self.calibration
-    passes = [("forward", 1.0)] + [("backward", 2.0)] * self.training
-    row = sum(self.model.row_flops * work / rates[f"matmul_{name}"] for name, work in passes)
-    copy = self.model.expert_params * WEIGHT_BYTES / rates["copy_rate"]
-    exposed = sum(rates[f"copy_exposed_{name}"] for name, _ in passes)
-    rows = self.tokens * self.model.top_k
+    shape = self.device, self.model.embed_dim, self.model.expert_dim
+    size = self.model.expert_params * WEIGHT_BYTES
+    row = copy = 0.0
+    for each in ("forward", "backward")[: 1 + self.training]:
+      row += planning.row_seconds(*shape, each)
+      copy += planning.copy_seconds(self.device, size, each) + planning.slot_seconds(*shape, each)
     factor = self.capacity_factor or self.num_ranks
-    return PlanCost(round(copy * exposed / row), round(rows * factor))
+    return PlanCost(round(copy / row), round(self.tokens * self.model.top_k * factor))
 
 
 class Times(NamedTuple):
@@ -125,7 +126,7 @@ def layer_times(setting: Setting, balancer: Balancer, placed: Placed) -> tuple[T
 
 def copy_seconds(setting: Setting, placed: Placed) -> np.ndarray:
   """Seconds of one replication with nothing hidden; 0 without copies."""
-  rates = setting.calibration
+  rates = setting.device
   sent = placed.egress.max(axis=-1) if setting.relay else placed.direct
   busiest = np.maximum(sent, placed.ingress.max(axis=-1))
   hops = np.maximum(placed.depth - 1, 0) if setting.relay else 0
@@ -135,7 +136,7 @@ def copy_seconds(setting: Setting, placed: Placed) -> np.ndarray:
 
 
 def _pass(setting: Setting, balancer: Balancer, placed: Placed, *, backward: bool) -> Times:
-  rates, shape = setting.calibration, setting.model
+  rates, shape = setting.device, setting.model
   suffix = "backward" if backward else "forward"
   zero = np.zeros(placed.rows.shape[:-2])
   rounds = zero + 1
@@ -143,9 +144,11 @@ def _pass(setting: Setting, balancer: Balancer, placed: Placed, *, backward: boo
     capacity = np.ceil(setting.tokens * shape.top_k * setting.capacity_factor)
     rounds = np.maximum(np.ceil(placed.load.max(axis=-1) / capacity), 1)
 
-  tile = rates["matmul_tile"]
-  padded = (np.ceil(placed.rows / tile) * tile).sum(axis=-1).max(axis=-1)
-  matmul = padded * shape.row_flops * (2 if backward else 1) / rates[f"matmul_{suffix}"]
+  tile, widths = rates["matmul_tile"], (shape.embed_dim, shape.expert_dim)
+  padded = (np.ceil(placed.rows / tile) * tile).sum(axis=-1)
+  used = (placed.rows > 0).sum(axis=-1)
+  reading = planning.reading_seconds(rates, *widths, suffix)
+  matmul = (padded * planning.row_seconds(rates, *widths, suffix) + used * reading).max(axis=-1)
   work = shape.rest_flops(setting.context) * setting.tokens * (2 if backward else 1)
   routing = rates[f"routing_{suffix}"] if balancer.real_routing else 1.0
 
@@ -169,7 +172,7 @@ def _pass(setting: Setting, balancer: Balancer, placed: Placed, *, backward: boo
 
 def exchange_seconds(setting: Setting, placed: Placed, rounds: Any = 1) -> np.ndarray:
   """Seconds of a dispatch and a combine: the busiest rank's links, the slower of both kinds."""
-  rates, shape = setting.calibration, setting.model
+  rates, shape = setting.device, setting.model
   num_ranks, size = setting.num_ranks, setting.domain_size
   if num_ranks == 1:
     return np.zeros(placed.rows.shape[:-2])

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate import published
-from ultraep_jax.simulate.calibration import Calibration, load_calibration
 from ultraep_jax.simulate.cost import Setting, copy_seconds
 from ultraep_jax.simulate.models import MODELS, ModelShape
 from ultraep_jax.simulate.published import CASES, Case
@@ -67,11 +67,11 @@ class Row(NamedTuple):
   tflops: float
 
 
-def case_setting(case: Case, calibration: Calibration) -> Setting:
+def case_setting(case: Case, device: Device) -> Setting:
   """The simulator's setting of a case."""
   return Setting(
     model=MODELS[case.model],
-    calibration=calibration,
+    device=device,
     num_ranks=case.num_ranks,
     domain_size=case.num_ranks,
     replica_slots=case.replica_slots,
@@ -79,9 +79,9 @@ def case_setting(case: Case, calibration: Calibration) -> Setting:
   )
 
 
-def evaluate(case: Case, calibration: Calibration, effort: Effort) -> list[Row]:
+def evaluate(case: Case, device: Device, effort: Effort) -> list[Row]:
   """Imbalance and throughput of every strategy in one case."""
-  setting = case_setting(case, calibration)
+  setting = case_setting(case, device)
   runs: list[dict[str, Outcome]] = []
   for seed in range(effort.seeds):
     loads = generate_loads(
@@ -110,18 +110,18 @@ def evaluate(case: Case, calibration: Calibration, effort: Effort) -> list[Row]:
   ]
 
 
-def bubble_range(calibration: Calibration) -> dict[str, tuple[float, float]]:
+def bubble_range(device: Device) -> dict[str, tuple[float, float]]:
   """Share of quota if nothing or all of what is outside the layers are bubbles, by model."""
   result = {}
   for case in CASES:
     if not case.training:
       continue
-    setting = case_setting(case, calibration)
+    setting = case_setting(case, device)
     sizes = setting.model.num_experts, case.num_ranks, setting.tokens, setting.model.top_k
     loads = zipf_loads(0, *sizes, case.imbalance["none"])[None, None]
     shares = []
     for bubble in (0.0, 1.0):
-      changed = calibration.replace("sensitivity", bubble=bubble)
+      changed = device.replace("sensitivity", bubble=bubble)
       outcomes = simulate(loads, case_setting(case, changed), ("quota", "ideal"))
       shares.append(share_of_ideal(outcomes["quota"], outcomes["ideal"]))
     result[case.name] = (shares[0], shares[1])
@@ -146,14 +146,14 @@ class Balance(NamedTuple):
   replicas: int
 
 
-def balance(calibration: Calibration, seeds: Sequence[int] = (0, 1, 2)) -> list[Balance]:
+def balance(device: Device, seeds: Sequence[int] = (0, 1, 2)) -> list[Balance]:
   """Quota at every published imbalance on the paper's generator, and on flat loads.
 
   Of several seeds the one that ends highest.
   """
   result = []
   for case in CASES:
-    setting = case_setting(case, calibration)
+    setting = case_setting(case, device)
     sizes = setting.model.num_experts, case.num_ranks, setting.tokens, setting.model.top_k
     what = f"Zipf, {case.model} EP{case.num_ranks}"
     drawn = [zipf_loads(seed, *sizes, case.imbalance["none"]) for seed in seeds]
@@ -163,7 +163,7 @@ def balance(calibration: Calibration, seeds: Sequence[int] = (0, 1, 2)) -> list[
     model = dataclasses.replace(MODELS["Qwen3-235B"], num_experts=max(16 * ranks, 128))
     setting = Setting(
       model=model,
-      calibration=calibration,
+      device=device,
       num_ranks=ranks,
       domain_size=ranks,
       replica_slots=slots,
@@ -210,17 +210,13 @@ class Planner(NamedTuple):
 ABLATION_RATIOS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
-def ablation(
-  calibration: Calibration, slots: Sequence[int] = (1, 2, 3, 4), seeds: int = 3
-) -> list[Planner]:
+def ablation(device: Device, slots: Sequence[int] = (1, 2, 3, 4), seeds: int = 3) -> list[Planner]:
   """Planners and slots on the paper's generator, E128 and G64."""
   model = MODELS["Qwen3-235B"]
   loads = _zipf_steps(model, 64, ABLATION_RATIOS, seeds)
   result = []
   for count in slots:
-    setting = Setting(
-      model=model, calibration=calibration, num_ranks=64, domain_size=64, replica_slots=count
-    )
+    setting = Setting(model=model, device=device, num_ranks=64, domain_size=64, replica_slots=count)
     for name, outcome in simulate(loads, setting, ("eplb+", "quota")).items():
       result.append(
         Planner(
@@ -257,13 +253,13 @@ class Skewed(NamedTuple):
   published: tuple[float, float]
 
 
-def by_skew(calibration: Calibration, seeds: int = 3) -> list[Skewed]:
+def by_skew(device: Device, seeds: int = 3) -> list[Skewed]:
   """Relay against direct copies, and one slot, as skew grows; E128 and G64."""
   model = MODELS["Qwen3-235B"]
   result = []
   for ratio, milliseconds in published.DISTRIBUTION.items():
     loads = _zipf_steps(model, 64, (ratio,), seeds)
-    base = Setting(model=model, calibration=calibration, num_ranks=64, domain_size=64)
+    base = Setting(model=model, device=device, num_ranks=64, domain_size=64)
     one_slot = dataclasses.replace(base, replica_slots=1)
     one = simulate(loads, one_slot, ("eplb+", "quota"))
     two = simulate(loads, base, ("quota",))["quota"]
@@ -290,7 +286,7 @@ def _zipf_steps(model: ModelShape, ranks: int, ratios: Sequence[float], seeds: i
 class Report(NamedTuple):
   """All of it."""
 
-  calibration: Calibration
+  device: Device
   rows: list[Row]
   balance: list[Balance]
   planners: list[Planner]
@@ -300,17 +296,17 @@ class Report(NamedTuple):
 def run(
   effort: Effort = Effort(),  # noqa: B008 - a NamedTuple of ints
   *,
-  calibration: Calibration | None = None,
+  device: Device | None = None,
   progress: Progress = iter,
 ) -> Report:
   """Everything but the scaling, which ``scaling.sweep`` does.
 
   Args:
     effort: how much is simulated.
-    calibration: the machine; ``None``: the paper's, as far as it is known.
+    device: its description; ``None``: the paper's, as far as it is known.
     progress: wraps the loop over cases, which takes most of the time, e.g. ``tqdm``.
   """
-  machine = load_calibration("nvl64") if calibration is None else calibration
+  machine = Device.load("nvl64") if device is None else device
   rows = []
   for case in progress(CASES):
     rows += evaluate(case, machine, effort)

@@ -6,11 +6,12 @@ Slots, domains, target and transfer are those of the recorded layers unless they
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from ultraep_jax.simulate.calibration import Calibration
+from ultraep_jax.advice import recorded_config
+from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import ModelShape
 from ultraep_jax.simulate.run import Outcome, simulate
@@ -68,31 +69,62 @@ def trace_loads(trace: Trace) -> np.ndarray:
   return trace.load_NGE.reshape(len(batches), len(kinds), *trace.load_NGE.shape[1:])
 
 
-def trace_setting(
-  trace: Trace, model: ModelShape, calibration: Calibration, **changes: Any
-) -> Setting:
+def trace_setting(trace: Trace, model: ModelShape, device: Device, **changes: Any) -> Setting:
   """The setting of recorded layers, on a model's widths.
 
   Args:
     trace: says ranks, experts, slots, domains, transfer and, through ``top_k``, tokens.
     model: says widths; the number of experts is the trace's.
-    calibration: the machine.
+    device: its description.
     **changes: fields of ``Setting``, instead.
 
   Raises:
     ValueError: the changes do not fit the trace.
   """
   manifest, per_rank = trace.manifest, trace.load_NGE.sum(axis=2, dtype=np.int64)
-  domain = manifest.config.get("domain_size")
   fields = {
     "num_ranks": manifest.num_ranks,
-    "domain_size": manifest.num_ranks if domain is None else domain,
+    "domain_size": recorded_config(manifest.config).domain_of(manifest.num_ranks),
     "tokens": tokens_of(per_rank, model.top_k),
     "replica_slots": manifest.replica_slots,
     "relay": manifest.config.get("transfer") != "direct",
   }
   shape = dataclasses.replace(model, num_experts=manifest.num_experts)
-  return Setting(model=shape, calibration=calibration, **{**fields, **changes})
+  return Setting(model=shape, device=device, **{**fields, **changes})
+
+
+def recorded_shape(trace: Trace) -> ModelShape | None:
+  """The shape that a trace's metadata has under ``"model"``; ``None`` if it has none.
+
+  It says ``embed_dim``, ``expert_dim`` and ``top_k``, and may say ``name`` and ``moe_layers``.
+  What is outside the routed experts (attention, shared experts, vocabulary) is not known: 0.
+  """
+  said = trace.manifest.metadata.get("model")
+  if not isinstance(said, dict):
+    return None
+  embed_dim, expert_dim, top_k = (said.get(name) for name in ("embed_dim", "expert_dim", "top_k"))
+  if not (_is_size(embed_dim) and _is_size(expert_dim) and _is_size(top_k)):
+    return None
+  layers = said.get("moe_layers")
+  return ModelShape(
+    name=str(said.get("name", trace.manifest.name)),
+    moe_layers=layers if _is_size(layers) else len(trace.layers),
+    embed_dim=embed_dim,
+    expert_dim=expert_dim,
+    num_experts=trace.manifest.num_experts,
+    top_k=top_k,
+    attention_params=0,
+    context_dim=0,
+    shared_dim=0,
+    dense_layers=0,
+    dense_dim=0,
+    vocabulary=0,
+    source="the trace",
+  )
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+  return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def tokens_of(per_rank: np.ndarray, top_k: int) -> int:

@@ -184,10 +184,10 @@ def step_seconds(outcome: Outcome, ideal: Outcome) -> float:
   """Seconds of one microbatch through the model, on average over the steps.
 
   Layers that were simulated stand for all MoE layers. Training adds what is in no MoE layer, as
-  the calibration's share of the *ideal* step: a part that no strategy changes (optimizer,
+  the description's share of the *ideal* step: a part that no strategy changes (optimizer,
   embeddings, dense layers, gradient sums) and pipeline bubbles, which grow with the layers.
   """
-  layers, rates = outcome.setting.model.moe_layers, outcome.setting.calibration
+  layers, rates = outcome.setting.model.moe_layers, outcome.setting.device
   seconds = float(outcome.seconds.mean())
   if outcome.setting.training:
     even = float(ideal.seconds.mean())

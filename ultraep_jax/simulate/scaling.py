@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultraep_jax.simulate.calibration import Calibration, load_calibration
+from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.run import Outcome, simulate
@@ -55,7 +55,7 @@ def sweep(
   domain_size: int = 64,
   kind: str = "groups",
   microbatches: int = 50,
-  calibration: Calibration | None = None,
+  device: Device | None = None,
   strategies: Sequence[str] = STRATEGIES,
   seed: int = 0,
   progress: Callable[[Iterable[int]], Iterable[int]] = iter,
@@ -67,7 +67,7 @@ def sweep(
     domain_size: ranks of a domain.
     kind: ``"groups"`` or ``"wide"``, as in ``Point``.
     microbatches: of one step.
-    calibration: the machine; ``None``: the paper's, as far as it is known.
+    device: its description; ``None``: the paper's, as far as it is known.
     strategies: what to compare with even loads.
     seed: of the loads.
     progress: wraps the loop over sizes, e.g. ``tqdm``.
@@ -77,7 +77,7 @@ def sweep(
   """
   if kind not in TRAFFIC:
     raise ValueError(f"kind: expected one of {tuple(TRAFFIC)}, got {kind!r}")
-  machine = load_calibration("nvl64") if calibration is None else calibration
+  machine = Device.load("nvl64") if device is None else device
   points = []
   for count in progress(ranks):
     size = min(count, domain_size)
@@ -86,7 +86,7 @@ def sweep(
     group = count if kind == "wide" else size
     experts = EXPERTS_PER_RANK * group
     model = dataclasses.replace(MODELS["DeepSeek-V3"], num_experts=experts)
-    setting = Setting(model=model, calibration=machine, num_ranks=group, domain_size=size)
+    setting = Setting(model=model, device=machine, num_ranks=group, domain_size=size)
     loads = generate_totals(
       seed,
       TRAFFIC[kind],

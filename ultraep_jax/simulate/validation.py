@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.balancers import Placed
-from ultraep_jax.simulate.calibration import load_calibration
 from ultraep_jax.simulate.cost import Setting, copy_seconds
 from ultraep_jax.simulate.models import MODELS, ModelShape
 from ultraep_jax.simulate.run import simulate
@@ -22,7 +22,7 @@ class Point(NamedTuple):
     measured: seconds.
     predicted: seconds.
     source: of the measurement.
-    fitted: the calibration was made from this number, so that it tests nothing.
+    fitted: the description was made from this number, so that it tests nothing.
   """
 
   what: str
@@ -65,7 +65,7 @@ def _replication() -> list[Point]:
   for what, model, copies, depth, measured, fitted in cases:
     setting = Setting(
       model=_shape(MODELS[model], num_experts=64),
-      calibration=load_calibration("h200"),
+      device=Device.load("h200"),
       num_ranks=4,
       domain_size=4,
     )
@@ -73,7 +73,7 @@ def _replication() -> list[Point]:
     placed = Placed(ones, ones, ones, ones * copies, ones, ones[:, 0] * copies, ones[:, 0], ones)
     placed = placed._replace(depth=np.array([depth]))
     seconds = float(copy_seconds(setting, placed)[0])
-    source = "docs/benchmarks.md, Replication"
+    source = "docs/lab/kernels.md, Replication"
     result.append(Point(f"H200 replicate, {what}", measured * 1e-6, seconds, source, fitted))
   return result
 
@@ -81,7 +81,7 @@ def _replication() -> list[Point]:
 def _portable_layer() -> list[Point]:
   setting = Setting(
     model=_shape(MODELS["Qwen3-235B"], num_experts=64),
-    calibration=load_calibration("h200_portable"),
+    device=Device.load("h200").running(kernels=False),
     num_ranks=4,
     domain_size=4,
     tokens=4096,
@@ -93,7 +93,7 @@ def _portable_layer() -> list[Point]:
   result = []
   for name, (forward, both) in measured.items():
     outcome = outcomes[name]
-    source = "docs/benchmarks.md, The portable operations on H200"
+    source = "docs/lab/portable.md, The portable operations on H200"
     seconds = float(outcome.forward.total.mean())
     result.append(Point(f"H200 portable layer, {name}, forward", forward * 1e-3, seconds, source))
     seconds = float(outcome.seconds.mean())
@@ -105,7 +105,7 @@ def _paper_layer() -> list[Point]:
   """The published times of a layer of Qwen3-235B at the paper's own imbalance before."""
   setting = Setting(
     model=MODELS["Qwen3-235B"],
-    calibration=load_calibration("nvl64"),
+    device=Device.load("nvl64"),
     num_ranks=64,
     domain_size=64,
   )
@@ -120,7 +120,7 @@ def _paper_layer() -> list[Point]:
     layers=4,
   )
   outcomes = simulate(loads, setting, ("none", "quota", "ideal"))
-  # Experts, exchange and everything else, in ms; the ideal is what the calibration was made from.
+  # Experts, exchange and everything else, in ms; the ideal is what the description was made from.
   measured = {
     "ideal": ((1.89, 1.68, 2.83), (4.32, 1.62, 4.49)),
     "none": ((5.95, 6.94, 2.88), (10.41, 4.75, 4.52)),

@@ -97,7 +97,7 @@ def update(
     raise ValueError(f"expert_load_E: expected [..., {num_experts}], got {expert_load_E.shape}")
   if slots != (expected := num_slots(config, num_experts, num_ranks)):
     raise ValueError(f"state: expected {expected} slots, got {slots}")
-  domain_size = placement.domain_size_of(num_ranks, config.domain_size)
+  domain_size = config.domain_of(num_ranks)
   seen_E = jnp.sum(expert_load_E.astype(jnp.float32).reshape(-1, num_experts), axis=0)
   load_E, age = state.load_E * decay + seen_E, state.age + 1
   place = functools.partial(
@@ -143,7 +143,7 @@ def check_history(state: History, load_GE: Array, config: BalanceConfig) -> tupl
   got = state.load_E.shape, state.replica_expert.shape
   if got != expected:
     raise ValueError(f"state: expected a history of shapes {expected}, got {got}")
-  domain = placement.domain_size_of(num_ranks, config.domain_size)
+  domain = config.domain_of(num_ranks)
   domain_E = jnp.arange(num_experts) // (num_experts // num_ranks * domain)
   domain_G1 = jnp.arange(num_ranks)[:, None] // domain
   inside_GS = domain_E[state.replica_expert] == domain_G1

@@ -33,7 +33,7 @@ def plan(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) ->
     load_E.astype(jnp.float32),
     num_ranks=num_ranks,
     num_slots=num_slots(config, num_experts, num_ranks),
-    domain_size=placement.domain_size_of(num_ranks, config.domain_size),
+    domain_size=config.domain_of(num_ranks),
   )
   expert_GS, tokens_GS = placement.split_evenly(load_E, replica_expert_GS)
   return plan_slots(load_E, expert_GS, tokens_GS, config.transfer)

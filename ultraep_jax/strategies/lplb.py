@@ -39,7 +39,7 @@ def planner(state: eplb.History):
   def lplb(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) -> Plan:
     del cost
     replica_expert_GS, load_E = eplb.check_history(state, load_GE, config)
-    size = placement.domain_size_of(replica_expert_GS.shape[0], config.domain_size)
+    size = config.domain_of(replica_expert_GS.shape[0])
     tokens_GS = split(load_E, replica_expert_GS, domain_size=size)
     expert_GS, tokens_GS = placement.drop_idle(replica_expert_GS, tokens_GS)
     return plan_slots(load_E, expert_GS, tokens_GS, config.transfer)

@@ -15,18 +15,6 @@ from ultraep_jax.planning.plan import join_domains
 from ultraep_jax.types import Array
 
 
-def domain_size_of(num_ranks: int, domain_size: int | None) -> int:
-  """Ranks of a domain.
-
-  Raises:
-    ValueError: it does not divide the ranks.
-  """
-  size = num_ranks if domain_size is None else domain_size
-  if num_ranks % size:
-    raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {size}")
-  return size
-
-
 def count_copies(load_X: Array, extra: int, most: int) -> Array:
   """Gives one copy after the other to the expert with the highest load per copy.
 

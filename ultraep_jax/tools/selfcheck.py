@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax import testing
+from ultraep_jax import implementation, testing
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.implementation import why_portable
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tools import processes
 from ultraep_jax.types import Array, ExpertWeights
@@ -59,8 +58,9 @@ class Check:
     return (
       f"{'passed' if self.passed else 'FAILED'} in {self.seconds:.1f} s, "
       f'"{self.implementation}" on {self.ranks} device{"s" * (self.ranks != 1)}: imbalance '
-      f"{self.imbalance_before:.2f} to {self.imbalance_after:.2f}, {self.error:.0e} from the "
-      "dense layer"
+      f"{self.imbalance_before:.2f} before, {self.imbalance_after:.2f} after; in bfloat16 at most "
+      f"{self.error:.0e} of the largest value from a dense float32 layer (up to {_TOLERANCE:.0e} "
+      "is rounding)"
     )
 
 
@@ -72,7 +72,7 @@ def self_check() -> Check:
   started = time.perf_counter()
   devices = jax.devices()
   on_cpu = devices[0].platform == "cpu"
-  picked = "portable" if why_portable() else "mosaic_gpu"
+  picked = implementation.summary(implementation.picks())
   few = on_cpu and jax.process_count() == 1
   ranks = min(len(devices), _MAX_CPUS) if few else len(devices)
   try:

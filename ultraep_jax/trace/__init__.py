@@ -1,7 +1,7 @@
 """Load traces: what balanced layers did, step by step, on disk.
 
 A training loop or a notebook hands each step's statistics to a ``Recorder``; ``read`` gives them
-back as NumPy arrays; ``python -m ultraep_jax view`` draws them. ``import_megatron`` makes a trace
+back as NumPy arrays; ``ultraep view`` draws them. ``import_megatron`` makes a trace
 of the router choices that Megatron-LM wrote.
 
 >>> import tempfile
@@ -20,6 +20,7 @@ of the router choices that Megatron-LM wrote.
 [[1, 2, 1, 0]]
 """
 
+from ultraep_jax.trace.choices import read_choices as read_choices
 from ultraep_jax.trace.format import TraceError as TraceError
 from ultraep_jax.trace.megatron import import_megatron as import_megatron
 from ultraep_jax.trace.reader import Trace as Trace

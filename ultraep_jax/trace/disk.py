@@ -36,8 +36,8 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> Manifest:
   if len(content) > _MANIFEST_BYTES:
     raise TraceError(f"{MANIFEST}: expected at most {_MANIFEST_BYTES} bytes, got {len(content)}")
   form.manifest_of(MANIFEST, values)
-  with _whole_file(folder, lambda file: file.write(content)) as temporary:
-    _publish(temporary, folder / MANIFEST)
+  with whole_file(folder, lambda file: file.write(content)) as temporary:
+    publish(temporary, folder / MANIFEST)
   return read_manifest(folder)
 
 
@@ -74,7 +74,7 @@ def _what_it_is(folder: pathlib.Path) -> str:
     return f"{folder}: expected the folder of a trace, got nothing there"
   text = f"{folder}: expected a trace (a folder with {MANIFEST}), got none"
   if any(folder.glob("router_trace_rank*.jsonl")):
-    return text + "; for Megatron's router traces see `python -m ultraep_jax trace import`"
+    return text + "; for Megatron's router traces see `ultraep trace import`"
   traces = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
   if traces:
     return text + f"; there are traces in {', '.join(traces[:3])}"
@@ -100,9 +100,9 @@ def write_chunks(folder: pathlib.Path, index: int, columns: Columns) -> int:
     OSError: they cannot be written.
   """
   for part in form.parts(columns):
-    arrays: dict[str, Any] = {name: _narrow(column) for name, column in part.items()}
-    with _whole_file(folder, lambda file, a=arrays: np.savez_compressed(file, **a)) as temporary:
-      while not _publish(temporary, folder / CHUNKS.replace("*", f"{index:08d}")):
+    arrays: dict[str, Any] = {name: narrow(column) for name, column in part.items()}
+    with whole_file(folder, lambda file, a=arrays: np.savez_compressed(file, **a)) as temporary:
+      while not publish(temporary, folder / CHUNKS.replace("*", f"{index:08d}")):
         index += 1
     index += 1
   return index
@@ -119,7 +119,7 @@ def read_chunk(path: pathlib.Path, manifest: Manifest) -> Columns:
   try:
     with zipfile.ZipFile(path) as archive:
       entries = {name: archive.getinfo(f"{name}.npy") for name in form.COLUMNS}
-      headers = {name: _header(archive, entry) for name, entry in entries.items()}
+      headers = {name: header(archive, entry) for name, entry in entries.items()}
       forms = {name: (shape, dtype) for name, (shape, dtype, _) in headers.items()}
       form.check_forms(path.name, forms, manifest)
       form.check_size(path.name, forms)
@@ -127,7 +127,7 @@ def read_chunk(path: pathlib.Path, manifest: Manifest) -> Columns:
         expected = size + math.prod(shape) * dtype.itemsize
         if entries[name].file_size != expected:
           raise ValueError(f"{name}: expected {expected} bytes, got {entries[name].file_size}")
-      columns = {name: _read_array(archive, entry) for name, entry in entries.items()}
+      columns = {name: read_array(archive, entry) for name, entry in entries.items()}
   except TraceError:
     raise
   except KeyError as error:
@@ -139,7 +139,7 @@ def read_chunk(path: pathlib.Path, manifest: Manifest) -> Columns:
   }
 
 
-def _header(
+def header(
   archive: zipfile.ZipFile, entry: zipfile.ZipInfo
 ) -> tuple[tuple[int, ...], np.dtype, int]:
   """Shape, type, and the bytes before the values. Little is inflated for it."""
@@ -153,12 +153,12 @@ def _header(
     return shape, dtype, file.tell()
 
 
-def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+def read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
   with archive.open(entry) as file:
     return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _narrow(column: np.ndarray) -> np.ndarray:
+def narrow(column: np.ndarray) -> np.ndarray:
   """Integers in the least type that holds them: smaller, and faster to compress."""
   if column.dtype.kind not in "iu" or not column.size:
     return column
@@ -173,7 +173,7 @@ def _narrow(column: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _whole_file(
+def whole_file(
   folder: pathlib.Path, write: Callable[[IO[bytes]], object]
 ) -> Iterator[pathlib.Path]:
   """A file that is on disk, under a name that no other process has; gone afterwards."""
@@ -188,7 +188,7 @@ def _whole_file(
     path.unlink(missing_ok=True)
 
 
-def _publish(temporary: pathlib.Path, path: pathlib.Path) -> bool:
+def publish(temporary: pathlib.Path, path: pathlib.Path) -> bool:
   """Gives a whole file its name, unless another has it."""
   try:
     os.link(temporary, path)

@@ -75,7 +75,7 @@ def import_megatron(
     path: the new trace's folder.
     num_experts: E; the files do not tell.
     num_ranks: G, a divisor of the number of files; ``None``: all are one group.
-    config: plans the loads; by default two slots and ``objective="balance"``. ``"time"`` needs
+    config: plans the loads; by default ``BalanceConfig(objective="balance")``. ``"time"`` needs
       costs that the files do not tell.
     expert_bytes: of one expert's weights, to know the bytes of copies.
     name: of the run; the source folder's by default.
@@ -242,7 +242,7 @@ def _row(
   num_ranks, num_experts = load_GE.shape
   plan = plan_quotas(jnp.asarray(load_GE), config)
   quota_EG, tokens_GP = np.asarray(plan.quota), np.asarray(slot_sizes(plan))
-  domain = num_ranks if config.domain_size is None else config.domain_size
+  domain = config.domain_of(num_ranks)
   domain_load = load_GE.sum(axis=0).reshape(num_ranks // domain, -1).sum(axis=1)
   planned_G = quota_EG.sum(axis=0)
   capacity = row_capacity(max(choice.assignments for choice in ranks), 1, num_ranks, config)

@@ -33,7 +33,7 @@ class Trace:
     planned_NG: ``[N, G]`` int32, assignments that the plan gives each rank.
     after_NG: ``[N, G]`` int32, assignments that went to each rank (the plan's in a trace that
       was imported).
-    floor_N: ``[N]`` int32, the least busiest load that replication inside domains can reach.
+    floor_N: ``[N]`` int32, the lowest maximum load that replication inside domains can reach.
     replica_expert_NGS: ``[N, G, S]`` int32, the expert in each replica slot, −1 if empty.
     replica_parent_NGS: ``[N, G, S]`` int32, the rank that sends the slot its copy, −1 if empty.
     replica_load_NGS: ``[N, G, S]`` int32, assignments that the slot serves.

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import logging
 import operator
 import os
 import pathlib
@@ -15,13 +16,18 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
+from ultraep_jax import advice
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as form
+from ultraep_jax.trace.choices import check_choices, write_choices
 from ultraep_jax.trace.format import Columns, Manifest, TraceError
 from ultraep_jax.types import LayerStats
 
+_log = logging.getLogger("ultraep_jax")
 _AXES = ("layer", "microbatch", "group")
+# What the warning of a run is made from.
+_LIMITED = ("after_NG", "replica_expert_NGS", "rounds_N")
 
 # What a record keeps of the statistics. The loads before balancing follow from the load matrix.
 _FIELDS = {
@@ -48,6 +54,7 @@ class _Call(NamedTuple):
   microbatch: int
   stats: LayerStats
   axes: tuple[str, ...]
+  expert_index: jax.Array | None
 
 
 class Recorder:
@@ -55,7 +62,8 @@ class Recorder:
 
   ``record`` only keeps references; a thread fetches, compresses and writes them once
   ``flush_seconds`` have passed or ``flush_bytes`` are held. A run that is killed loses what came
-  after the last flush. A folder that has a trace is continued; a record of the same step, layer,
+  after the last flush. Once a run, a warning is logged if layers run several rounds or stay uneven
+  with all slots in use. A folder that has a trace is continued; a record of the same step, layer,
   microbatch and group replaces the earlier one when read, as after going back to a checkpoint.
 
   In a program of several processes only process 0 writes; the others' calls do nothing.
@@ -100,6 +108,7 @@ class Recorder:
     self._bytes, self._flushed = 0, time.monotonic()
     self._writes: concurrent.futures.Future[None] | None = None
     self._closed, self._active = False, jax.process_index() == 0
+    self._warned = False
     values = {
       "config": {} if config is None else _describe(config),
       "metadata": dict(metadata or {}),
@@ -127,6 +136,7 @@ class Recorder:
     *,
     microbatch: int = 0,
     axes: Sequence[str] = ("group",),
+    expert_index: jax.Array | Mapping[str, jax.Array] | None = None,
   ) -> None:
     """Keeps the statistics of one step, or of one microbatch of it, to be written.
 
@@ -138,6 +148,9 @@ class Recorder:
       axes: the leading axes of the statistics, of ``"layer"``, ``"microbatch"`` and ``"group"``.
         ``sharded_moe`` and the modules add a group axis; a ``scan`` puts its own before it, e.g.
         ``("microbatch", "group")``. For ``moe`` inside your own ``shard_map`` say ``()``.
+      expert_index: ``[..., K]`` integers, the experts that every token chose, by layer as
+        ``stats``, with the same axes but the group's; ``read_choices`` gives them back. They take
+        a few bytes for each token and layer.
 
     Raises:
       ValueError: ``axes`` does not fit the statistics, a number is out of range, or a name is no
@@ -155,12 +168,19 @@ class Recorder:
     if not self._active or step % self._every:
       return
     layers = {"": stats} if isinstance(stats, LayerStats) else stats
+    chosen = {} if expert_index is None else expert_index
+    chosen = chosen if isinstance(chosen, Mapping) else {"": chosen}
+    if unknown := set(chosen) - set(layers):
+      raise ValueError(f"expert_index: expected layers of stats, got {sorted(map(str, unknown))}")
     for layer, leaves in layers.items():
       _check_name(str(layer))
       _check_stats(leaves, axes)
+      if layer in chosen:
+        _check_choices(chosen[layer], leaves, axes)
     for layer, leaves in layers.items():
-      self._calls.append(_Call(step, str(layer), microbatch, leaves, axes))
-      self._bytes += sum(leaf.nbytes for leaf in leaves)
+      call = _Call(step, str(layer), microbatch, leaves, axes, chosen.get(layer))
+      self._calls.append(call)
+      self._bytes += sum(leaf.nbytes for leaf in jax.tree.leaves((leaves, call.expert_index)))
     late = time.monotonic() - self._flushed >= self._flush_seconds
     if late or self._bytes >= self._flush_bytes:
       self._start_write()
@@ -241,7 +261,35 @@ class Recorder:
     there = {name: getattr(self._manifest, name) for name in shape}
     if there != shape:
       raise TraceError(f"{self._folder}: expected loads of {there}, as in the trace, got {shape}")
+    choices = _choices(calls)
+    for chosen in choices.values():
+      check_choices(chosen, num_experts)
     self._index = disk.write_chunks(self._folder, self._index, columns)
+    for (step, microbatch), chosen in choices.items():
+      write_choices(self._folder, step, microbatch, chosen)
+    if not self._warned:
+      warning = advice.limits(*(columns[name] for name in _LIMITED))
+      self._warned = bool(warning)
+      if warning:
+        _log.warning("%s: %s", self._folder, warning)
+
+
+def _choices(calls: list[_Call]) -> dict[tuple[int, int], dict[str, np.ndarray]]:
+  """What each layer chose, by step and microbatch."""
+  found: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+  for call in calls:
+    if call.expert_index is None:
+      continue
+    axes = [axis for axis in call.axes if axis != "group"]
+    index = np.asarray(jax.device_get(call.expert_index))
+    for place in np.ndindex(index.shape[: len(axes)]):
+      position = dict(zip(axes, place, strict=True))
+      layer = call.layer or "0"
+      if "layer" in position:
+        layer = f"{call.layer} {position['layer']}".lstrip()
+      key = call.step, call.microbatch + position.get("microbatch", 0)
+      found.setdefault(key, {})[layer] = index[place]
+  return found
 
 
 def _columns(calls: list[_Call]) -> Columns:
@@ -308,11 +356,24 @@ def _check_stats(stats: LayerStats, axes: tuple[str, ...]) -> None:
   for field, leaf in zip(stats._fields, stats, strict=True):
     if leaf.shape[: len(axes)] != lead:
       raise ValueError(f"{field}: expected the leading axes {lead}, got shape {leaf.shape}")
-    if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
-      raise ValueError(
-        "stats: expected arrays that this process can read, got some of other processes; "
-        "gather them with jax.experimental.multihost_utils.process_allgather"
-      )
+    _check_readable("stats", leaf)
+
+
+def _check_choices(expert_index: jax.Array, stats: LayerStats, axes: tuple[str, ...]) -> None:
+  lead = tuple(n for n, axis in zip(stats.load_GE.shape, axes, strict=False) if axis != "group")
+  if expert_index.shape[: len(lead)] != lead or expert_index.ndim <= len(lead):
+    raise ValueError(
+      f"expert_index: expected the leading axes {lead} of stats, got shape {expert_index.shape}"
+    )
+  _check_readable("expert_index", expert_index)
+
+
+def _check_readable(name: str, leaf: jax.Array) -> None:
+  if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
+    raise ValueError(
+      f"{name}: expected arrays that this process can read, got some of other processes; "
+      "gather them with jax.experimental.multihost_utils.process_allgather"
+    )
 
 
 def _describe(config: BalanceConfig) -> dict[str, Any]:

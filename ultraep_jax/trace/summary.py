@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ultraep_jax import advice
 from ultraep_jax.trace.reader import Trace
 
 PERCENTILES = (5, 50, 90, 95, 99, 100)
@@ -15,7 +16,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
   Returns:
     JSON values: ``records``, ``steps``, ``before``, ``after`` and ``floor`` (percentile to
     busiest over mean rank; 100 is the worst), ``layers`` (name to the same two), means per
-    record of copies, bytes and remote share, and counts of what should be 0.
+    record of copies, bytes and remote share, counts of what should be 0, and ``advice``.
   """
   if not len(trace):
     return {"records": 0, "steps": [], "problems": list(trace.problems)}
@@ -44,7 +45,29 @@ def summarise(trace: Trace) -> dict[str, Any]:
     # A layer does what its plan says; anything else would be a fault.
     "off_plan": int((trace.planned_NG != trace.after_NG).any(axis=1).sum()),
     "problems": list(trace.problems),
+    "advice": trace_advice(trace),
   }
+
+
+def trace_advice(trace: Trace) -> list[str]:
+  """What keeps the least even record uneven, and what would help."""
+  if not len(trace):
+    return []
+  worst = int(np.argmax(trace.imbalance_after_N))
+  return advice.of_load(
+    trace.load_NGE[worst],
+    trace.after_NG[worst],
+    advice.recorded_config(trace.manifest.config),
+    slots=trace.manifest.replica_slots,
+    rounds=int(trace.rounds_N.max()),
+  )
+
+
+def in_words(value: Any) -> str:
+  """A value of the metadata, as people read it."""
+  if isinstance(value, dict):
+    return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+  return str(value)
 
 
 def percentiles(values: np.ndarray) -> dict[str, float]:

@@ -55,6 +55,7 @@ class BlockCrossing:
   row_AK: Array
   steps: Array | None
 
+  @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds are zero."""
     crossing = wire.pack(x_TD, dtype)
@@ -70,6 +71,7 @@ class BlockCrossing:
 
     return _steps(self, step, jnp.zeros((self.capacity, x_TD.shape[1]), x_TD.dtype))
 
+  @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""
 
@@ -88,6 +90,7 @@ class BlockCrossing:
     zero_TD = jnp.zeros((self.dest_TK.shape[0], rows_CD.shape[1]), jnp.float32)
     return _steps(self, step, zero_TD).astype(rows_CD.dtype)
 
+  @jax.named_scope("uep.dispatch")
   def spread(self, value_TK: Array) -> Array:
     """Rows that no token feeds are zero."""
 
@@ -99,6 +102,7 @@ class BlockCrossing:
 
     return _steps(self, step, jnp.zeros(self.capacity, value_TK.dtype))
 
+  @jax.named_scope("uep.combine")
   def collect(self, value_C: Array) -> Array:
     """The adjoint of ``spread``."""
 
@@ -111,6 +115,7 @@ class BlockCrossing:
     return _steps(self, step, jnp.zeros(self.dest_TK.shape, value_C.dtype))
 
 
+@jax.named_scope("uep.dispatch")
 def cross(
   routes: Routes, round_index: Array | int, capacity: int, axis_name: AxisName
 ) -> BlockCrossing:

@@ -39,6 +39,7 @@ class PushCrossing:
   received_GTK: Array
   tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
 
+  @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds hold anything."""
     assignments = self.dest_TK, self.row_TK, self.received_GTK
@@ -51,6 +52,7 @@ class PushCrossing:
     # Multiplied on arrival: a pass of its own would read and write all rows once more.
     return kernels.dispatch_scaled(value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes)
 
+  @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """Sums at the rank of the rows, then at the token's."""
     gate_GTK = None if gate_C is None else self._at_rows(gate_C)
@@ -63,6 +65,7 @@ class PushCrossing:
       tuning=self._tuning("combine", rows_CD),
     )
 
+  @jax.named_scope("uep.dispatch")
   def spread(self, value_TK: Array) -> Array:
     """Rows that no token feeds are zero."""
     value_GTK = lax.all_gather(value_TK, self.axis_name)
@@ -70,6 +73,7 @@ class PushCrossing:
     value_C = jnp.zeros(self.capacity, value_TK.dtype)
     return value_C.at[row_GTK].set(value_GTK, mode="drop")
 
+  @jax.named_scope("uep.combine")
   def collect(self, value_C: Array) -> Array:
     """Every assignment has one row: the sum over ranks is its number."""
     return lax.psum_scatter(self._at_rows(value_C), self.axis_name)
@@ -82,6 +86,7 @@ class PushCrossing:
     return jnp.where(self.received_GTK >= 0, value_GTK, 0)
 
 
+@jax.named_scope("uep.dispatch")
 def cross(
   routes: Routes,
   round_index: Array | int,

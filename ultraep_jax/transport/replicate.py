@@ -1,11 +1,10 @@
 """Copies of hot experts' weights to replica slots, and the adjoint: their gradients home.
 
 The kernels push copies along the plan's transfer trees, and sum gradients along them backwards;
-both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
+both may ride in a matmul's kernel. The portable form is ``block_replicate``.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +13,11 @@ from jax import lax
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, TransferTuning, Tunings
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.transport import ring_replicate
+from ultraep_jax.transport import block_replicate
 from ultraep_jax.types import Array, AxisName
 
 
+@jax.named_scope("uep.replicate")
 def replicate[T](
   home: T,
   replica_expert_GS: Array,
@@ -59,11 +59,12 @@ def replicate[T](
 
   candidates = {
     "mosaic_gpu": push,
-    "portable": lambda: ring_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
+    "portable": lambda: block_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
   }
   return first_that_can(implementations, candidates)
 
 
+@jax.named_scope("uep.replicate")
 def reduce_replicas[T](
   replica: T,
   home: T,
@@ -108,7 +109,7 @@ def reduce_replicas[T](
 
   candidates = {
     "mosaic_gpu": push,
-    "portable": lambda: ring_replicate.reduce_replicas(
+    "portable": lambda: block_replicate.reduce_replicas(
       replica, home, replica_expert_GS, axis_name, domain_size
     ),
   }
@@ -169,17 +170,14 @@ class Replicas:
       return None
 
     def transfer() -> "kernels.Transfer | None":
-      leaves, tree = jax.tree.flatten(self.home)
-      return _mapped(
-        kernels.replication(
-          leaves,
-          self.replica_expert_GS,
-          self.parent_GS,
-          axis_name=self.axis_name,
-          tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
-          home_rows_G=self.home_rows_G,
-        ),
-        tree.unflatten,
+      leaves = jax.tree.leaves(self.home)
+      return kernels.replication(
+        leaves,
+        self.replica_expert_GS,
+        self.parent_GS,
+        axis_name=self.axis_name,
+        tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
+        home_rows_G=self.home_rows_G,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -199,20 +197,17 @@ class Replicas:
     )
 
   def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None":
-    """``reduce`` beside a matmul that does not need its result."""
+    """Makes the leaves of ``reduce`` beside a matmul that does not need them."""
 
     def transfer() -> "kernels.Transfer | None":
-      leaves, tree = jax.tree.flatten(home_grads)
-      return _mapped(
-        kernels.reduction(
-          jax.tree.leaves(replica_grads),
-          leaves,
-          self.replica_expert_GS,
-          self.parent_GS,
-          axis_name=self.axis_name,
-          tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
-        ),
-        tree.unflatten,
+      leaves = jax.tree.leaves(home_grads)
+      return kernels.reduction(
+        jax.tree.leaves(replica_grads),
+        leaves,
+        self.replica_expert_GS,
+        self.parent_GS,
+        axis_name=self.axis_name,
+        tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -228,13 +223,3 @@ def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
   """By the bytes of an expert."""
   sizes = (leaf[0].size * leaf.dtype.itemsize for leaf in leaves)
   return tunings.find(operation, max(sum(sizes), 1))
-
-
-def _mapped(
-  transfer: "kernels.Transfer | None", function: Callable[[Any], Any]
-) -> "kernels.Transfer | None":
-  """A transfer with a function applied to its result."""
-  if transfer is None:
-    return None
-  finish = transfer.finish
-  return dataclasses.replace(transfer, finish=lambda results: function(finish(results)))

@@ -57,7 +57,8 @@ function layout(colors, changes) {
   const base = {
     paper_bgcolor: colors.card, plot_bgcolor: colors.card,
     font: { color: colors.text, family: 'system-ui, "DejaVu Sans", sans-serif', size: 13 },
-    margin: { l: 56, r: 16, t: 30, b: 44 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
+    // The toolbar is above a narrow chart, so the legend goes below; names of runs can be long.
+    margin: { l: 56, r: 16, t: 34, b: 90 }, legend: { orientation: "h", y: -0.24, yanchor: "top" },
     hoverlabel: { bgcolor: colors.page, bordercolor: colors.line, font: { color: colors.text } },
     ...changes,
   };
@@ -117,6 +118,7 @@ function timeline(run, records, positions, side, shape, colors, chosen) {
       hovertemplate: `step %{x}: %{y:.3f}× ${name}<extra></extra>`,
     });
   return [traces, layout(colors, {
+    legend: { orientation: "h", y: -0.14, yanchor: "top" },
     barmode: "stack", bargap: 0.05, showlegend: shape === "stacked" && run.ranks <= 16,
     hovermode: "closest", dragmode: "zoom",
     xaxis: { title: "step", anchor: "y2" },
@@ -219,8 +221,6 @@ function linkMap(run, index, kind, colors) {
   })];
 }
 
-// Names of runs can be long: the legend goes below.
-const BELOW = { legend: { orientation: "h", y: -0.24, yanchor: "top" }, margin: { l: 56, r: 16, t: 30, b: 90 } };
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const SHAPES = ["", "/", "x", "."];
 
@@ -236,7 +236,7 @@ function cumulative(runs, colors) {
     };
   }));
   return [traces, layout(colors, {
-    ...BELOW, xaxis: { title: "busiest / mean rank" }, yaxis: { title: "% of records below" },
+    xaxis: { title: "busiest / mean rank" }, yaxis: { title: "% of records below" },
   })];
 }
 
@@ -254,7 +254,7 @@ function byLayer(runs, colors) {
     };
   }));
   return [traces, layout(colors, {
-    ...BELOW, barmode: "group", xaxis: { type: "category", title: "layer" },
+    barmode: "group", xaxis: { type: "category", title: "layer" },
     yaxis: { title: "mean busiest / mean rank" },
   })];
 }

@@ -98,6 +98,8 @@ function drawSummary() {
     tile.append(element("b", value), element("span", name));
     return tile;
   }));
+  $("advice").textContent = `In the worst record: ${run.advice.join("; ")}.`;
+  $("advice").hidden = !run.advice.length;
   fillTable($("percentiles"), ["records", "before", "after"], PERCENTILES.map((p) => [
     p === 100 ? "worst" : p === 50 ? "median" : `${p} % are below`,
     ...sorted.map(([, all]) => times3(percentile(all, p))),

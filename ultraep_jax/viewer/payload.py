@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ultraep_jax.trace.reader import Trace
+from ultraep_jax.trace.summary import in_words, trace_advice
 from ultraep_jax.viewer.links import token_links
 
 _BUDGET = 4_000_000  # numbers of all records that the page shows in detail
@@ -59,12 +60,13 @@ def payload(trace: Trace, budget: int = _BUDGET) -> dict[str, Any]:
     "measured": manifest.measured,
     "tokenBytes": manifest.token_bytes,
     "config": {name: str(value) for name, value in manifest.config.items()},
-    "metadata": {name: str(value) for name, value in manifest.metadata.items()},
+    "metadata": {name: in_words(value) for name, value in manifest.metadata.items()},
     "layers": list(layers),
     "records": len(trace),
     "shownSteps": len(np.unique(shown.step_N)),
     "steps": len(np.unique(trace.step_N)),
     "problems": list(trace.problems),
+    "advice": trace_advice(trace),
     **_pack(arrays),
   }
 

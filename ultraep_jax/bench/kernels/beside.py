@@ -1,6 +1,6 @@
 """Times the first matmul of forward with copies of weights before it, and beside it.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench beside``. Of a layer only the gated matmul
+Run on every GPU of a host: ``ultraep bench beside``. Of a layer only the gated matmul
 is run, on the rows that a plan gives every rank. What is exposed is the time over that of the same
 matmul with copies that are there already; all run in turn.
 """
@@ -29,8 +29,8 @@ from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.tools.arguments import factor, positive
 from ultraep_jax.types import Array
 
-_HOME, _SLOTS, _TOKENS = 16, 2, 8192  # experts and replica slots of a rank, its tokens
-_CAPACITY_FACTOR = 1.0625
+HOME, _SLOTS, TOKENS = 16, 2, 8192  # experts and replica slots of a rank, its tokens
+CAPACITY_FACTOR = 1.0625
 _SCALE = 0.02  # of rows and weights
 
 Call = Callable[..., Any]
@@ -51,24 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
   mesh = open_mesh()
   shape = SHAPES[args.shape]
-  capacity = int(_TOKENS * shape.top_k * _CAPACITY_FACTOR)
+  capacity = int(TOKENS * shape.top_k * CAPACITY_FACTOR)
   data = random_arrays(mesh, capacity, shape.width, shape.inner)
   calls = variants(tunings_of(args.tunings))
   programs = {name: sharded(timing.chain(call, args.calls), mesh) for name, call in calls.items()}
   for ratio in args.ratios:
-    plan = make_plan(mesh.size, _TOKENS, shape.top_k, ratio)
+    plan = make_plan(mesh.size, TOKENS, shape.top_k, ratio)
     arguments = (*data, *(on_ranks(mesh, part) for part in plan))
     runs = {name: functools.partial(f, *arguments) for name, f in programs.items()}
     seconds = timing.in_turn(runs, args.repeats, args.calls)
     times = {name: 1e6 * timing.median(values) for name, values in seconds.items()}
-    print(f"ratio {ratio}, rows of replicas {plan.rows_GP[:, _HOME:].sum(axis=1).tolist()}")
+    print(f"ratio {ratio}, rows of replicas {plan.rows_GP[:, HOME:].sum(axis=1).tolist()}")
     for name, micro in times.items():
       exposed = micro - times["copies known"]
       print(f"  {name:24} {micro:8.0f} us, exposed {exposed:6.0f} us", flush=True)
   return 0
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
   """Rows of each slot ``[G, M + S]``, and for each rank all copies and trees ``[G, G, S]``."""
 
   rows_GP: np.ndarray
@@ -76,26 +76,26 @@ class _Plan(NamedTuple):
   parent_GS: np.ndarray
 
 
-def make_plan(ranks: int, tokens: int, top_k: int, ratio: float) -> _Plan:
+def make_plan(ranks: int, tokens: int, top_k: int, ratio: float) -> Plan:
   """The planner's, for skewed loads."""
-  load_GE = testing.zipf_loads(1, _HOME * ranks, ranks, tokens, top_k, ratio)
+  load_GE = testing.zipf_loads(1, HOME * ranks, ranks, tokens, top_k, ratio)
   config = BalanceConfig(replica_slots=_SLOTS, objective="balance", implementation="portable")
   with jax.default_device(jax.local_devices(backend="cpu")[0]):
     plan = jax.device_get(plan_quotas(jnp.asarray(load_GE), config))
   rank_G = np.arange(ranks)
   quota_GE = np.asarray(plan.quota).T
-  home_GM = quota_GE.reshape(ranks, ranks, _HOME)[rank_G, rank_G]
+  home_GM = quota_GE.reshape(ranks, ranks, HOME)[rank_G, rank_G]
   expert_GS = np.asarray(plan.replica_expert)
   replica_GS = np.where(expert_GS >= 0, quota_GE[rank_G[:, None], expert_GS], 0)
   every = [np.stack([part] * ranks) for part in (expert_GS, np.asarray(plan.parent))]
-  return _Plan(np.concatenate([home_GM, replica_GS], axis=1).astype(np.int32), *every)
+  return Plan(np.concatenate([home_GM, replica_GS], axis=1).astype(np.int32), *every)
 
 
 def random_arrays(
   mesh: jax.sharding.Mesh, capacity: int, width: int, inner: int
 ) -> tuple[Array, Array, Array, Array]:
   """Rows, and the three matrices of every home expert."""
-  experts = mesh.size * _HOME
+  experts = mesh.size * HOME
   projection = experts, width, inner
   return (
     random_normal(mesh, 0, _SCALE, mesh.size * capacity, width),
@@ -128,8 +128,8 @@ def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
   def known(
     _: Array, rows: Array, gate: Array, up: Array, wo: Array, sizes_P: Array, *plan: Array
   ) -> Any:
-    del wo, plan
-    copies = gate[:_SLOTS], up[:_SLOTS]
+    slots = plan[0].shape[1]
+    copies = gate[:slots], up[:slots]
     return swiglu_matmul(rows, gate, up, *copies, sizes_P, keep_hidden=False).inner_CN
 
   def before(
@@ -152,7 +152,6 @@ def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
   ) -> Any:
     results, copies = gated_beside(
       replication([gate, up, wo], *plan, axis_name=AXIS, tuning=tuning),
-      lambda copies: Projections((copies[0], copies[1])),
       rows,
       Projections((gate, up)),
       sizes_P,

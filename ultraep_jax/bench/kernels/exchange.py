@@ -1,6 +1,6 @@
 """Checks and times the kernels that carry tokens to rows and back, beside the portable exchange.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench exchange``. Rows must hold the tokens'
+Run on every GPU of a host: ``ultraep bench exchange``. Rows must hold the tokens'
 bits; sums are compared with float32. Times are of many calls chained inside one jit; those of a
 dispatch in FP8 include quantising the tokens.
 """

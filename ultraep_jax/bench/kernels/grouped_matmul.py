@@ -1,6 +1,6 @@
 """Checks and times the grouped matmuls on one GPU.
 
-Run ``python -m ultraep_jax bench grouped_matmul check`` or ``time``; ``--help`` lists the options.
+Run ``ultraep bench grouped_matmul check`` or ``time``; ``--help`` lists the options.
 Times are of whole calls, tables included, one right after the other; ratios are to one dense
 matmul of as many operations, timed in turns with the kernels. ``bench tune`` compares tunings.
 """

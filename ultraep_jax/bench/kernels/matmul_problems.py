@@ -306,8 +306,8 @@ def gated_split(
   )
   gated, _ = gated_beside(
     nothing if moving else None,
-    lambda _: Projections((more_gate, more_up)),
     *(rows, Projections((gate, up)), sizes, swiglu),
+    replicas=Projections((more_gate, more_up)),
     **kwargs,
   )
   return gated

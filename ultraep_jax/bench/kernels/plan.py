@@ -1,6 +1,6 @@
 """Checks and times the kernels that choose, plan and route, beside what is portable.
 
-Run on one GPU: ``python -m ultraep_jax bench plan``. Checks compare plans bit for bit over random
+Run on one GPU: ``ultraep bench plan``. Checks compare plans bit for bit over random
 and degenerate loads, and choices over random scores, ties and special values. Times are the
 device's, from a profiler trace: of the kernels alone, and from the start of a call's first kernel
 to the end of its last.

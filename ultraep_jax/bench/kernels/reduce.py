@@ -1,6 +1,6 @@
 """Checks and times the kernel that sums replica gradients, beside the portable operation.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench reduce``. Checks compare sums of integers,
+Run on every GPU of a host: ``ultraep bench reduce``. Checks compare sums of integers,
 which are exact, bit for bit over random legal plans, and sums of random numbers with float64. Times
 are of many calls chained inside one jit, each adding to the homes of the one before in place; each
 line is the median of several runs and names the copies that the busiest rank sends or receives.
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
       for label, tuning in tunings.items():
         report(label, kernel(tuning), mesh, row, cases, args.calls, args.repeats)
       if args.portable:
-        report("portable", ring, mesh, row, cases, args.calls, args.repeats)
+        report("portable", in_blocks, mesh, row, cases, args.calls, args.repeats)
   return 0
 
 
@@ -71,7 +71,7 @@ def kernel(tuning: TransferTuning) -> Operation:
   return functools.partial(reduce_replicas, axis_name=AXIS, tuning=tuning)
 
 
-def ring(
+def in_blocks(
   replicas: list[Array], homes: list[Array], replica_expert_GS: Array, parent_GS: Array
 ) -> list[Array]:
   return portable.reduce_replicas(replicas, homes, replica_expert_GS, parent_GS, axis_name=AXIS)

@@ -1,6 +1,6 @@
 """Checks and times the replication kernel beside the portable operation.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench replicate``. Checks compare random
+Run on every GPU of a host: ``ultraep bench replicate``. Checks compare random
 experts bit for bit over random legal plans. Times are of many calls chained inside one jit; each
 line is the median of several runs and names the copies that the busiest rank sends or receives.
 """
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
       kernel = functools.partial(replicate, axis_name=AXIS, tuning=tuning)
       report(label, kernel, mesh, arrays, cases, args.calls, args.repeats)
     if args.portable:
-      report("portable", ring, mesh, arrays, cases, args.calls, args.repeats)
+      report("portable", in_blocks, mesh, arrays, cases, args.calls, args.repeats)
   return 0
 
 
 Operation = Callable[[list[Array], Array, Array], list[Array]]
 
 
-def ring(arrays: list[Array], replica_expert_GS: Array, parent_GS: Array) -> list[Array]:
+def in_blocks(arrays: list[Array], replica_expert_GS: Array, parent_GS: Array) -> list[Array]:
   return portable.replicate(arrays, replica_expert_GS, parent_GS, axis_name=AXIS)
 
 

@@ -1,6 +1,6 @@
 """Measures one MoE layer: balanced, not balanced, forced equal, and as JAX users write it today.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench layer``. All variants run in one
+Run on every GPU of a host: ``ultraep bench layer``. All variants run in one
 program and in turn, on the same loads, which change with every call. Nobody drops a token: where
 nothing bounds the busiest rank's load, buffers are made to measure. ``--processes`` gives each GPU
 a process of its own; times are then those of the first.

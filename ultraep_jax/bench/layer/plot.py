@@ -4,19 +4,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ultraep_jax.simulate.plots import figure
+from ultraep_jax.figures import COLORS, LABELS, figure, legend_above
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-_COLORS = {
-  "none": "#b0413e",
-  "eplb": "#d98e32",
-  "quota": "#2f6b4f",
-  "quota-time": "#7fb069",
-  "plain": "#8c8c8c",
-  "tuned": "#6b8fb5",
-}
+_ORDER = ("none", "eplb", "quota", "quota-time", "plain", "tuned")
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
@@ -35,7 +28,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
   shapes = list(dict.fromkeys(row["shape"] for row in drawn))
   passes = list(dict.fromkeys(row["pass"] for row in drawn))
   ratios = sorted({row["ratio"] for row in drawn})
-  variants = [v for v in _COLORS if any(row["variant"] == v for row in drawn)]
+  variants = [v for v in _ORDER if any(row["variant"] == v for row in drawn)]
   width = 0.8 / len(variants)
   sizes = 1.8 + 4.2 * len(shapes), 0.4 + 3.2 * len(passes)
   made, axes = figure(len(shapes), *sizes, rows=len(passes))
@@ -49,13 +42,12 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
       offset = (i - (len(variants) - 1) / 2) * width
       places = [ratios.index(row["ratio"]) + offset for row in mine]
       over = [1 / row["of_ideal"] for row in mine]
-      ax.bar(places, over, 0.9 * width, color=_COLORS[variant], label=variant)
+      ax.bar(places, over, 0.9 * width, color=COLORS[variant], label=LABELS[variant])
     ax.axhline(1.0, color="black", linewidth=0.8)
     ax.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     ax.set_xlabel("busiest over mean rank, as routed")
     ax.set_title(f"{shape}, {direction}", loc="left")
     if shape == shapes[0]:
       ax.set_ylabel("time over that of equal loads")
-  handles, labels = axes[0].get_legend_handles_labels()
-  made.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+  legend_above(made, axes[0])
   return made

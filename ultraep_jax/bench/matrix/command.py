@@ -1,6 +1,6 @@
 """Measures what balancing by default costs and gains: shapes, batches and loads of a matrix.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench matrix``. *Regret* is the time balanced
+Run on every GPU of a host: ``ultraep bench matrix``. *Regret* is the time balanced
 by default settings over the best of not balanced, which may have the default buffer and run
 rounds, or a buffer for the worst case. All run in one program and in turn. ``ideal`` makes loads
 equal and is wrong; the bound is what no plan can go below; the floor comes from FLOPs, bytes and

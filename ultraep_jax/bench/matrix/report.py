@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ultraep_jax.simulate.plots import figure
+from ultraep_jax.figures import figure
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

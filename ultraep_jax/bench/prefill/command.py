@@ -1,6 +1,6 @@
 """Measures prefill under load: times to first token as requests arrive, balanced and not.
 
-``python -m ultraep_jax bench prefill`` on every GPU of a host; ``--model tiny`` tries it on a CPU.
+``ultraep bench prefill`` on every GPU of a host; ``--model tiny`` tries it on a CPU.
 Requests arrive by the clock, as a Poisson process, whether the engine keeps up or not, and the
 time to a first token counts from the arrival. Prompts are pieces of code, of texts about
 mathematics and of prose, from what is installed. All strategies have the same parameters, prompts

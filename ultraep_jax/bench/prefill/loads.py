@@ -90,7 +90,7 @@ def reachable_floor(load_E: np.ndarray, num_ranks: int, slots: int) -> float:
 
 
 def planned(load_GE: np.ndarray, slots: int) -> float:
-  """Busiest over mean rank of the planner's own answer, asked for the least busiest rank."""
+  """Busiest over mean rank of the planner's own answer, asked for the lowest maximum load."""
   if not slots:
     return rank_imbalance(load_GE.sum(axis=0), len(load_GE))
   config = BalanceConfig(replica_slots=slots, objective="balance", implementation="portable")

@@ -26,7 +26,7 @@ NAMED = {
     vocab_size=151_936,
     embed_dim=2048,
     is_moe=(True,) * 48,
-    attention=models.GroupedQuery(num_heads=32, num_key_heads=4, head_dim=128, qk_norm=True),
+    attention=models.GroupedQuery(num_heads=32, num_key_heads=4, head_dim=128, qk_norm="head"),
     rotary=models.Rotary(dim=128, theta=1e6),
     dense_dim=6144,
     expert_dim=768,
@@ -37,7 +37,7 @@ NAMED = {
     vocab_size=512,
     embed_dim=32,
     is_moe=(True,) * 2,
-    attention=models.GroupedQuery(num_heads=2, num_key_heads=1, head_dim=16, qk_norm=True),
+    attention=models.GroupedQuery(num_heads=2, num_key_heads=1, head_dim=16, qk_norm="head"),
     rotary=models.Rotary(dim=16, theta=1e4),
     dense_dim=64,
     expert_dim=32,
@@ -49,7 +49,8 @@ NAMED = {
 def with_bias(config: models.ModelConfig, layers: int | None) -> models.ModelConfig:
   """The model with selection biases in its routers, cut to its first ``layers``."""
   gating = dataclasses.replace(config.gating, use_selection_bias=True)
-  return dataclasses.replace(config, gating=gating, is_moe=config.is_moe[:layers])
+  config = config if layers is None else config.first(layers)
+  return dataclasses.replace(config, gating=gating)
 
 
 def build(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ultraep_jax.bench import timing
-from ultraep_jax.simulate.text import table
+from ultraep_jax.tables import table
 
 _REPEATS = 12
 KINDS = {

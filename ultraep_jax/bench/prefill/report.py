@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_jax.simulate.plots import figure
-from ultraep_jax.simulate.text import table
-
-_COLORS = {"none": "#b0413e", "quota": "#2f6b4f", "ideal": "#888888"}
+from ultraep_jax.figures import DPI, figure, legend_above, style
+from ultraep_jax.tables import table
 
 
 def loads_table(loads: Sequence[Mapping[str, float]], slots: int, each: bool) -> str:
@@ -74,31 +72,28 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   Raises:
     ImportError: Matplotlib is not installed.
   """
-  made, (times, layers) = figure(2, 12, 4.2)
+  made, (mean, tail, layers) = figure(3, 14, 4.2)
   for name, row in results["strategies"].items():
-    color = _COLORS.get(name)
     kept = sorted(
-      (p["rate"], p["ttft_mean"], p["ttft_p99"])
+      (p["rate"], 1e3 * p["ttft_mean"], 1e3 * p["ttft_p99"])
       for p in results["points"]
       if p["strategy"] == name and p["overloaded"] is None
     )
-    if kept:
-      rates, mean, p99 = zip(*kept, strict=True)
-      times.plot(rates, [1e3 * t for t in mean], "o-", color=color, label=f"{name}, mean")
-      times.plot(rates, [1e3 * t for t in p99], ".:", color=color, label=f"{name}, p99")
+    rates, *both = zip(*kept, strict=True) if kept else ((), (), ())
+    for ax, values in zip((mean, tail), both, strict=True):
+      ax.plot(rates, values, "o-", **style(name, markersize=4))
     limit = results["limits"].get(name)
     if limit and limit["held"]:
-      times.axvline(limit["estimate"], color=color, linewidth=0.8, alpha=0.6)
-    if name != "ideal":  # which routes otherwise
-      layers.plot(row["imbalance_before_L"], ".:", color=color, label=f"{name}, as routed")
-    layers.plot(row["imbalance_after_L"], "o-", color=color, markersize=4, label=name)
-  times.axhline(1e3 * results["bound_s"], color="black", linewidth=0.8, linestyle="--")
-  times.set_yscale("log")
-  times.set_title("Time to first token, ms; dashed: the bound on the mean", loc="left")
-  times.set_xlabel("requests/s offered; lines: the most that hold the bound")
-  layers.set_title("Busiest over mean rank, mean over batches", loc="left")
+      mean.axvline(limit["estimate"], color=style(name)["color"], linewidth=0.8, alpha=0.6)
+    layers.plot(row["imbalance_after_L"], "o-", **style(name, markersize=4))
+  mean.axhline(1e3 * results["bound_s"], color="black", linewidth=0.8, linestyle="--")
+  mean.set_title("Mean time to first token, ms; dashed: its bound", loc="left")
+  tail.set_title("The slowest of 100, ms", loc="left")
+  for ax in (mean, tail):
+    ax.set_yscale("log")
+    ax.set_xlabel("requests/s offered")
+  layers.set_title("Busiest over mean rank", loc="left")
   layers.set_xlabel("MoE layer")
   layers.set_ylim(bottom=0.95)
-  for ax in (times, layers):
-    ax.legend(frameon=False, fontsize=8)
-  made.savefig(path, dpi=130)
+  legend_above(made, layers)
+  made.savefig(path, dpi=DPI)

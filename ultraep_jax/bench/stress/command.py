@@ -1,6 +1,6 @@
 """Shows that the kernels move no wrong byte and never hang, in thousands of random transfers.
 
-Run on every GPU of a host: ``python -m ultraep_jax bench stress``. Every repetition has a plan or
+Run on every GPU of a host: ``ultraep bench stress``. Every repetition has a plan or
 routes and data of its own and is checked on the devices; then the whole layer, layers in a scan
 and training steps are compared with the portable ones. Exits with status 1 if anything is wrong. A
 hang can only be seen from outside: the last line says which part it is in.
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace, operations: Sequence[Operations] | None = None
       problem = stress_transfers.Problem(mesh, args.scale, args.seed, args.streams)
       problems = stress_transfers.stress(part, operations, problem, args.repetitions)
     else:
-      print(f"{part}: implementations {implementation.resolve(args.implementation)}", flush=True)
+      picked = args.implementation
+      if picked == "auto":
+        picked = implementation.summary(implementation.picks())
+      print(f"{part}: implementation {picked}", flush=True)
       compare = _COMPARISONS[part]
       problems = compare(found, args.scale, args.seed, args.implementation, _say(part))
     wrong += (f"{part}: {text}" for text in problems)

@@ -1,6 +1,6 @@
 """Measures the training of a whole MoE transformer: balanced, not balanced, and forced equal.
 
-``python -m ultraep_jax bench train`` on every GPU of a host. A model of 3.8 billion parameters
+``ultraep bench train`` on every GPU of a host. A model of 3.8 billion parameters
 first learns from text for some hundred steps, so that its router is one; then the variants train
 in turn on the same batches, with a learning rate of 0, which does all the work of a step and
 leaves the parameters the same for all. A selection bias on the router's experts forces further
@@ -18,7 +18,6 @@ of replicas 0.15. So about 25 with c = 1.0625 and 37 with c = 3, of 141.
 """
 
 import argparse
-import importlib
 import json
 import math
 import pathlib
@@ -36,12 +35,13 @@ from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.layer import times as layer_times
 from ultraep_jax.bench.machine import devices
-from ultraep_jax.bench.train import text
+from ultraep_jax.bench.train import report, text
 from ultraep_jax.bench.train.step import Metrics, Options, Program
 from ultraep_jax.bench.train.transformer import AXIS, DTYPE, Attend, Sizes, attend
 from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive
+from ultraep_jax.tools.progress import progress
 
 VARIANTS = ("none", "quota", "ideal")
 SLACK = 1.0625
@@ -336,7 +336,7 @@ class Bench:
         row["kernels_us"] = timing.kernel_times(calls[variant], len(batches))
         row["kinds_us"] = timing.grouped(row["kernels_us"], KERNELS)
       self.results["rows"].append(row)
-      self.say(describe(row))
+      self.say(report.describe(row))
       self.save()
 
   def say(self, line: str) -> None:
@@ -371,35 +371,10 @@ class Bench:
     return "cudnn"
 
 
-def describe(row: Mapping[str, Any]) -> str:
-  line = f"{row['loads']:>5} {row['variant']:6} {row['ms']:9.2f} ms"
-  line += f" {row['tokens_per_second']:9.0f} tokens/s, MFU {row['mfu']:5.1%}"
-  if row["of_ideal"] is not None:
-    line += f", {row['of_ideal']:6.1%} of ideal"
-  if row["over_none"] is not None:
-    line += f", {row['over_none']:4.2f} x none"
-  line += f", imbalance {row['imbalance_before']:.3f} -> {row['imbalance_after']:.4f}"
-  line += f" (worst {row['worst_before']:.3f} -> {row['worst_after']:.4f})"
-  line += f", replicas {row['replicas']:.1f}, rounds {row['rounds']:.0f}"
-  line += f", {row['gigabytes']:.1f} GB"
-  if "kinds_us" in row:
-    line += " | us: " + ", ".join(f"{k} {v:.0f}" for k, v in row["kinds_us"].items())
-  return line
-
-
 def process_peak() -> float | None:
   """The most that the first device has held since the start, by whatever variant."""
   stats = jax.devices()[0].memory_stats() or {}
   return stats["peak_bytes_in_use"] / 1e9 if "peak_bytes_in_use" in stats else None
-
-
-def progress[T](items: Sequence[T], what: str) -> Iterable[T]:
-  """With a bar, where tqdm is installed."""
-  try:
-    tqdm = importlib.import_module("tqdm")
-  except ImportError:
-    return items
-  return tqdm.tqdm(items, desc=what, mininterval=1.0, leave=False)
 
 
 if __name__ == "__main__":

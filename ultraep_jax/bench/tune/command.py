@@ -1,6 +1,6 @@
 """Finds the fastest layout of each kernel here, and writes it into the device's description.
 
-Run ``python -m ultraep_jax bench tune --write FILE``. Every candidate's results are compared with
+Run ``ultraep bench tune --write FILE``. Every candidate's results are compared with
 those of the kernel as it is before its time counts. Candidates of an operation run in turn, round
 by round; the fastest is kept if it gains more than ``--least-gain`` in three of four rounds.
 What was found is written after each operation. Matmuls run on one GPU, transfers on all.

@@ -1,0 +1,135 @@
+"""The code of every page runs as pasted, in one go; links lead somewhere; sentences are short."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import kept_programs
+import make_figures
+import make_site
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+GUIDES = sorted(ROOT.glob("docs/*.md"))
+MADE = {ROOT / "docs" / name for name in make_site.MADE}
+WRITTEN = [ROOT / "README.md", *(page for page in GUIDES if page not in MADE)]
+# Blocks with a title, such as what they need, are not run.
+CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A block right behind a block of code shows what that prints.
+PRINTED = re.compile(r"^```python\n[^`]*?^```\n\n```(?:text)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
+LONGEST = 35  # words of a sentence
+
+
+def code_of(page: pathlib.Path) -> str:
+  return "\n".join(CODE.findall(page.read_text()))
+
+
+# tests/examples/test_integration.py runs that page and looks at its values.
+WITH_CODE = [page for page in WRITTEN if code_of(page) and page.name != "integration.md"]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> pathlib.Path:
+  """A folder that pages take for the root of a clone, and may write to."""
+  folder = tmp_path_factory.mktemp("clone")
+  for name in ("examples", "tests", "docs"):
+    (folder / name).symlink_to(ROOT / name)
+  return folder
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_code_of_a_page_runs_as_pasted(page, clone):
+  code = code_of(page)
+  if "make_mesh((8,)" in code:
+    lines = [line for line in code.splitlines() if line]
+    assert lines.index("import jax") + 1 == lines.index(DEVICES) and lines.count(DEVICES) == 1
+  environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  environment |= kept_programs.settings() | {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "PYTHONPATH": str(ROOT),
+  }
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=clone,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  for shown in PRINTED.findall(page.read_text()):
+    assert shown in done.stdout
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def sentences(text: str) -> list[str]:
+  """Of the prose: not of code, tables, pictures, links' targets and comments."""
+  text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+  text = re.sub(r"!\[.*?\]\(.*?\)", "", text, flags=re.DOTALL)
+  text = re.sub(r"\]\([^)]*\)", "]", text)
+  text = re.sub(r"`[^`]*`", "code", text)
+  found = []
+  for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*>|]|\d+\.) )|\n(?=\|)", text):
+    if not block.lstrip().startswith(("|", "#", ">", "---")):
+      found += re.split(r"(?<=[.!?:;])[\s*)]+(?=\S)", " ".join(block.split()))
+  return found
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_sentences_are_short(page):
+  long = [s for s in sentences(page.read_text()) if len(s.split()) > LONGEST]
+  assert not long, "\n\n".join(f"{len(s.split())} words: {s}" for s in long)
+
+
+def test_long_sentences_are_found():
+  words = "word " * 36
+  assert [len(s.split()) for s in sentences(f"Short. {words}. A `long {words}` one.")] == [1, 37, 3]
+
+
+def test_pages_are_no_longer_than_readers_read():
+  for name, most in (("README.md", 120), ("docs/results.md", 250)):
+    assert len((ROOT / name).read_text().splitlines()) <= most, name
+
+
+# --- the site --------------------------------------------------------------------------------
+
+
+def test_broken_links_are_found(tmp_path):
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "folder/index.html").write_text('<h1 id="top">x</h1>')
+  (tmp_path / "index.html").write_text(
+    '<a href="folder/#top">right</a><a href="folder/#none">1</a><a href="none/">2</a>'
+    '<img src="none.png"><a href="https://example.org/none">elsewhere</a><a href="#none">3</a>'
+  )
+  broken = ["index.html: " + link for link in ("#none", "folder/#none", "none.png", "none/")]
+  assert make_site.broken_links(tmp_path) == broken
+
+
+def test_the_chart_of_results_is_its_table():
+  rows = make_figures.many_models((ROOT / "docs/results.md").read_text())
+  assert len(rows) == 8 and rows[0] == ("Qwen3-235B (128 experts)", "zipf", [7.05, 4.91, 4.60])
+  figure = make_figures.draw(rows)
+  for ax in figure.axes:
+    assert [text.get_text() for text in ax.get_xticklabels()][1] == "gpt-oss-120b"
+    assert len(ax.patches) == 3 * 4
+
+
+def test_sources_of_constants_are_sections_of_the_laboratory():
+  pointers = set()
+  for path in (ROOT / "ultraep_jax").rglob("*.json"):
+    pointers |= set(re.findall(r"(docs/lab/\w+\.md), ([^\"]+)", path.read_text()))
+  assert len(pointers) > 8
+  for page, rest in pointers:
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert any(rest.startswith(h) or h.startswith(rest.split(":")[0]) for h in headings), rest
+
+
+def test_pages_made_from_other_files(tmp_path):
+  notebook = make_site.notebook_page(ROOT / "examples/balance_explorer.ipynb")
+  assert "```python" in notebook and "](notebook/" in notebook and "../docs/" not in notebook

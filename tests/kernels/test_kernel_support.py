@@ -1,0 +1,74 @@
+"""What kernels need of devices, processes and the mesh."""
+
+import re
+
+import pytest
+from fake_devices import Device, gpus
+
+from pallas_kernels import launch, support
+
+
+@pytest.mark.parametrize(
+  ("operation", "device", "version", "reason"),
+  [
+    ("matmul", Device(), (0, 11, 2), None),
+    ("matmul", Device(), (0, 12, 1), None),
+    ("plan", Device(), (0, 11, 1), "need jax >= 0.11.2"),
+    ("plan", Device(), (0, 13, 0), "need jax >= 0.11.2"),
+    ("choose", Device("cpu"), (0, 11, 2), "need NVIDIA GPUs, this is a a cpu"),
+    ("choose", Device(compute_capability="8.0"), (0, 11, 2), "need Hopper or Blackwell GPUs"),
+    ("exchange", Device(compute_capability="10.0"), (0, 12, 0), None),
+    ("replicate", Device(compute_capability="10.3"), (0, 12, 0), None),
+    ("matmul", Device(compute_capability="10.0"), (0, 12, 0), "need Hopper GPUs"),
+    ("route", Device(compute_capability="12.0"), (0, 12, 0), "need Hopper or Blackwell GPUs"),
+    ("route", Device(compute_capability="gfx942"), (0, 11, 2), "need Hopper or Blackwell GPUs"),
+  ],
+)
+def test_says_why_a_device_cannot_run_kernels(operation, device, version, reason):
+  answer = support.why_unsupported(operation, device, version)
+  assert answer is None if reason is None else re.search(reason, answer)
+
+
+def test_a_kernel_is_not_lowered_for_gpus_without_its_instructions():
+  with gpus("10.0"), pytest.raises(NotImplementedError, match="product: the kernels need Hopper"):
+    launch.launch(print, [], out_type=[], generations=support.WGMMA, kernel_name="product")
+
+
+@pytest.mark.parametrize(
+  ("processes", "size", "reason"),
+  [
+    ([0, 0, 0], 3, None),
+    ([0, 0, 1], 1, None),
+    ([0, 0, 1], 3, "one process that drives all, or one for each"),
+    ([0, 1, 2], 2, "needs a mesh of all 3, this is of 2"),
+    ([0, 1], 2, "NCCL >= 2.29 .*, no NCCL is loaded"),
+  ],
+)
+def test_says_why_gpus_of_other_processes_are_out_of_reach(processes, size, reason):
+  devices = [Device(process_index=process) for process in processes]
+  answer = support.why_unreachable(devices, size)
+  assert answer is None if reason is None else re.search(reason, answer)
+
+
+class Nccl:
+  """A loaded library: writes its version where the caller points."""
+
+  def __init__(self, number):
+    self.number = number
+
+  def ncclGetVersion(self, pointer):
+    pointer._obj.value = self.number
+
+
+@pytest.mark.parametrize(
+  ("number", "version", "reason"),
+  [
+    (22809, (2, 28, 9), "NCCL >= 2.29 .*, this is 2.28.9"),
+    (23203, (2, 32, 3), None),
+  ],
+)
+def test_reads_the_version_of_a_loaded_nccl(monkeypatch, number, version, reason):
+  monkeypatch.setattr(support.ctypes, "CDLL", lambda *args, **kwargs: Nccl(number))
+  assert support.nccl_version() == version
+  answer = support.why_unreachable([Device(), Device(process_index=1)], 2)
+  assert answer is None if reason is None else re.search(reason, answer)

@@ -1,0 +1,151 @@
+"""Advice names the cause that keeps a load uneven, and a remedy that is one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultraep_jax import advice, testing
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.types import LayerStats, PlanCost
+
+RANKS, EXPERTS = 8, 32
+FLAT = testing.flat_loads(0, EXPERTS, RANKS, tokens=512, top_k=4, ratio=4.0)
+
+
+def advise(load_GE, cost: PlanCost | None = None, rounds: int = 1, **fields) -> list[str]:
+  """Of what a layer with this configuration would do."""
+  config = BalanceConfig(**{"objective": "balance", **fields})
+  plan = plan_quotas(jnp.asarray(load_GE), config, cost)
+  after_G = np.asarray(plan.quota).sum(axis=0)
+  return advice.of_load(load_GE, after_G, config, slots=fields["replica_slots"], rounds=rounds)
+
+
+def test_an_even_load_needs_nothing():
+  assert advise(FLAT, replica_slots=4) == ["even: the busiest rank has 1.00 times the mean"]
+  assert advise(np.zeros((4, 8), np.int32), replica_slots=1)[0].startswith("even")
+  assert advise(np.ones((1, 8), np.int32), replica_slots=0)[0].startswith("even")
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_slots_that_are_too_few_are_named_with_a_number_that_suffices(slots):
+  load_GE = np.zeros((RANKS, EXPERTS), np.int32)
+  load_GE[:, : EXPERTS // 2] = 100  # half of the ranks have many equally warm experts
+  (line,) = advise(load_GE, replica_slots=slots)
+  name, _, rest = line.partition(": ")
+  before, _, more = rest.removesuffix("; set replica_slots").partition(f" with {slots}, ")
+  reached, _, enough = more.partition(" with ")
+  assert name == "slots" and float(before) > float(reached)
+  assert advise(load_GE, replica_slots=int(enough))[0].startswith("even")
+
+
+def test_domains_are_named_with_what_they_allow():
+  load_GE = np.zeros((RANKS, EXPERTS), np.int32)
+  load_GE[:, : EXPERTS // 2], load_GE[:, EXPERTS // 2 :] = 30, 10
+  (line,) = advise(load_GE, replica_slots=EXPERTS // RANKS, domain_size=RANKS // 2)
+  assert line.startswith("domains: ") and "allows 1.50 at best" in line
+
+
+def test_settings_that_stop_a_plan_are_named():
+  (line,) = advise(FLAT, replica_slots=4, target=1.5)
+  assert line.startswith("target: 1.") and "target=1.5 stops plans there" in line
+  cost = PlanCost(copy_rows=10**6, capacity_rows=10**6)
+  (line,) = advise(FLAT, cost, replica_slots=4, objective="time")
+  assert line.startswith("objective: 4.00 was reached and 1.00 is possible")
+  (line,) = advise(FLAT, replica_slots=4, min_tokens_per_replica=10**6)
+  assert line.startswith("min_tokens_per_replica: ")
+
+
+def test_rounds_are_named_with_a_buffer_that_spares_them():
+  line, *others = advise(FLAT, replica_slots=4, rounds=3)
+  assert line.startswith("buffer: 3 rounds were run") and line.endswith("capacity_factor=1.00")
+  assert not others
+
+
+def layer_stats(load_GGE: np.ndarray) -> LayerStats:
+  """Of groups that did not balance."""
+  groups, ranks, _ = load_GGE.shape
+  before = load_GGE.sum(axis=1).reshape(groups, ranks, -1).sum(axis=2)
+  empty, none = np.full((groups, ranks, 1), -1), np.zeros(groups, np.int32)
+  return LayerStats(
+    load_GE=load_GGE,
+    expert_load_E=load_GGE.sum(axis=1),
+    load_before_G=before,
+    load_planned_G=before,
+    load_after_G=before,
+    load_floor=none,
+    replicas=none,
+    max_fanout=none,
+    replica_bytes=none,
+    remote_assignments=none,
+    rounds=none + 1,
+    masked=none,
+    invalid=none + 2,
+    replica_expert_GS=empty,
+    replica_parent_GS=empty,
+    replica_load_GS=empty * 0,
+  )
+
+
+def test_statistics_advise_on_their_least_even_group():
+  even = testing.balanced_loads(0, EXPERTS, RANKS, 512, 4)
+  lines = layer_stats(np.stack([even, FLAT])).advice(BalanceConfig(objective="balance"))
+  assert lines[0] == "router: 4 assignments name no expert and were left out"
+  assert lines[1].startswith("strategy: 4.00 was reached")
+  assert layer_stats(even[None]).advice()[1].startswith("even")
+
+
+def test_warning_of_several_rounds_and_of_slots_in_use():
+  after_NG = np.array([[4, 4, 4, 4], [10, 2, 2, 2]])
+  full, empty = np.zeros((2, 4, 1), np.int32), np.full((2, 4, 1), -1)
+  one = np.ones(2, np.int32)
+  assert advice.limits(after_NG, empty, one) == ""
+  assert advice.limits(after_NG[:1], full[:1], one[:1]) == ""
+  assert advice.limits(after_NG, full, one).startswith("1 of 2 layers stayed uneven")
+  assert "2 of 2 layers ran more than one round" in advice.limits(after_NG, empty, one + 1)
+
+
+def test_what_was_recorded_is_a_configuration():
+  config = advice.recorded_config({"target": 1.05, "domain_size": None, "strategy": "none"})
+  assert config == BalanceConfig(target=1.05)
+
+
+# --- as text and in notebooks ----------------------------------------------------------------
+
+
+def test_a_plan_is_a_line_with_what_it_reaches():
+  plan = plan_quotas(jnp.asarray(FLAT), BalanceConfig(replica_slots=1, objective="balance"))
+  copies = int((np.asarray(plan.replica_expert) >= 0).sum())
+  assert repr(plan).startswith(f"Plan({RANKS} ranks, {EXPERTS} experts, 1 slot: {copies} copies")
+  html = plan._repr_html_()
+  assert html.count("<tr>") == RANKS + 1 and repr(plan) in html
+  expert = int(np.asarray(plan.replica_expert).max())
+  assert f"{expert} (" in html
+
+
+def test_statistics_are_a_line_and_bars():
+  stats = layer_stats(FLAT[None])
+  text = "busiest / mean rank 4.00 before, 4.00 after; 0 copies, 1 round"
+  assert repr(stats) == f"LayerStats(8 ranks, 32 experts: {text})"
+  assert repr(layer_stats(np.stack([FLAT, FLAT]))).startswith("LayerStats(2 times 8 ranks")
+  html = stats._repr_html_()
+  assert html.count("<tr>") == RANKS + 1
+  assert f"<td>{int(stats.load_before_G.max())}</td>" in html
+
+
+def test_while_tracing_there_are_shapes_alone():
+  seen = []
+
+  def look(load_GE):
+    plan = plan_quotas(load_GE, BalanceConfig(replica_slots=1, objective="balance"))
+    seen.extend((repr(plan), plan._repr_html_()))
+    return plan
+
+  shapes = jax.eval_shape(look, jax.ShapeDtypeStruct((RANKS, EXPERTS), jnp.int32))
+  expected = "Plan(replica_expert=int32[8, 1], quota=int32[32, 8], parent=int32[8, 1])"
+  assert seen == [expected, expected] and repr(shapes) == expected
+  assert (
+    repr(jax.tree.map(lambda _: None, shapes))
+    == "Plan(replica_expert=None, quota=None, parent=None)"
+  )

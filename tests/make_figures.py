@@ -1,0 +1,61 @@
+"""Draws the charts of the documentation: ``python tests/make_figures.py``.
+
+The chart of ``docs/results.md`` is of the table there, so that no figure stands in two places.
+``ultraep demo``, ``paper`` and the benches draw the others themselves.
+"""
+
+import argparse
+import pathlib
+import re
+
+from ultraep_jax.figures import COLORS, DPI, LABELS, figure, legend_above
+
+ROOT = pathlib.Path(__file__).parents[1]
+STRATEGIES = ("none", "quota", "ideal")
+
+
+def main() -> None:
+  """Writes ``docs/images/many_models.png``."""
+  argparse.ArgumentParser(description=__doc__).parse_args()
+  draw(many_models((ROOT / "docs/results.md").read_text())).savefig(
+    ROOT / "docs/images/many_models.png", dpi=DPI
+  )
+
+
+def many_models(text: str) -> list[tuple[str, str, list[float]]]:
+  """Model, loads and milliseconds of each row of the table of one layer."""
+  section = text.split("## One layer, many models")[1].split("\n## ")[0]
+  rows = re.findall(r"^\| (.+?) \| (zipf|independent) \| (.+?) \|$", section, re.MULTILINE)
+  return [
+    (model, loads, [float(ms) for ms in rest.split(" | ")[:3]]) for model, loads, rest in rows
+  ]
+
+
+def draw(rows: list[tuple[str, str, list[float]]]):
+  """Times over those of equal loads, a panel for each kind of loads."""
+  kinds = list(dict.fromkeys(loads for _, loads, _ in rows))
+  made, axes = figure(len(kinds), 9, 3.6)
+  for ax, kind in zip(axes, kinds, strict=True):
+    mine = [(model, times) for model, loads, times in rows if loads == kind]
+    for i, strategy in enumerate(STRATEGIES):
+      places = [place + (i - 1) * 0.27 for place in range(len(mine))]
+      bars = ax.bar(
+        places,
+        [times[i] / times[-1] for _, times in mine],
+        0.25,
+        color=COLORS[strategy],
+        label=LABELS[strategy],
+      )
+      ax.bar_label(
+        bars, [f"{times[i]:.3g} ms" for _, times in mine], fontsize=6.5, padding=2, rotation=90
+      )
+    ax.set_xticks(range(len(mine)), [model.partition(" (")[0] for model, _ in mine], fontsize=9)
+    ax.set_title(f"Time over that of equal loads, {kind} loads", loc="left", fontsize=10)
+    ax.set_ylim(0, 2.2)
+    ax.margins(x=0.02)
+  legend_above(made, axes[0])
+  return made
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,56 @@
+"""Every probe against the scalar twin's, not only the one whose placement a plan takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plans import skewed_loads
+from scalar_planner import RULES, most_copies, rank_loads, twin_probe
+
+from ultraep_jax.planning import greedy
+
+RANKS, HOME, SLOTS = 5, 4, 2
+
+
+def random_loads(seed):
+  """Of many skews, of few different numbers, and with hardly any."""
+  rng = np.random.default_rng(seed)
+  loads = [*skewed_loads(6, RANKS * HOME, 3000, seed, max_skew=3.0)]
+  loads += [rng.choice([0, 1, 7, 20], RANKS * HOME, p=[0.4, 0.2, 0.2, 0.2]) for _ in range(6)]
+  loads += [rng.integers(0, 9, RANKS * HOME) * (rng.random(RANKS * HOME) < 0.5) for _ in range(12)]
+  # Of two ranks with slack none has a slot left, and the others have less than a slot's share.
+  loads += [np.pad(np.reshape([1, 13, 2, 8, 0, 1, 0, 13, 5, 8], (5, 2)), ((0, 0), (0, 2))).ravel()]
+  return np.stack(loads).astype(np.int32)
+
+
+@pytest.mark.parametrize("transfer, min_tokens", [("direct", 1), ("auto", 1), ("auto", 9)])
+def test_every_probe_ends_as_the_twins(transfer, min_tokens):
+  load_NE = random_loads(min_tokens)
+  domains = len(load_NE)
+  load_NRM = load_NE.reshape(domains, RANKS, HOME)
+  rank_NR = load_NRM.sum(axis=2)
+  mean_N, top_N = -(-rank_NR.sum(axis=1) // RANKS), rank_NR.max(axis=1)
+  share_T = np.array([0.0, 0.02, 0.1, 0.3, 0.7])
+  threshold_NT = mean_N[:, None] + np.floor(share_T * (top_N - mean_N)[:, None]).astype(int)
+  domain_B, place_B, rule_B = (
+    index.reshape(-1) for index in np.indices((domains, len(share_T), len(RULES)))
+  )
+  threshold_B = threshold_NT[domain_B, place_B]
+  probes = greedy.Probes(*(jnp.asarray(x, jnp.int32) for x in (domain_B, threshold_B, rule_B)))
+
+  @jax.jit
+  def run(load_NRM, probes):
+    loads = greedy.sort_loads(load_NRM)
+    outcome = greedy.run(loads, probes, SLOTS, min_tokens, transfer == "direct")
+    return outcome, greedy.place(loads, probes, SLOTS, min_tokens)
+
+  outcome, placed = jax.tree.map(np.asarray, run(load_NRM, probes))
+  for b, (domain, threshold, rule) in enumerate(zip(domain_B, threshold_B, rule_B, strict=True)):
+    loads = load_NE[domain].tolist()
+    held, order = twin_probe(loads, RANKS, SLOTS, min_tokens, int(threshold), *RULES[rule])
+    assert outcome.busiest[b] == rank_loads(loads, held).max()
+    assert outcome.replicas[b] == len(order)
+    assert outcome.copies[b] == most_copies(held, order, HOME, transfer)
+    for rank, copies in enumerate(held):
+      slots = copies + [(-1, 0)] * (SLOTS - len(copies))
+      assert slots == list(zip(*(part[b, rank].tolist() for part in placed), strict=True))

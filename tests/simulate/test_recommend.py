@@ -1,0 +1,100 @@
+"""``recommend`` and ``simulate --trace``: widths are the trace's, and what is assumed is said."""
+
+import dataclasses
+import json
+
+import pytest
+import traces
+
+from ultraep_jax import cli
+from ultraep_jax.devices.device import Device
+from ultraep_jax.simulate.replay import recorded_shape, trace_setting
+from ultraep_jax.trace import Recorder, read
+
+WIDE = {"embed_dim": 4096, "expert_dim": 1536, "top_k": 2, "moe_layers": 3, "name": "wide"}
+
+
+def write(path, model: object = None, steps: int = 4, tokens: int = 64) -> str:
+  """A trace of one layer whose busiest rank has twice the mean."""
+  metadata = {} if model is None else {"model": model}
+  with Recorder(path, config=traces.CONFIG, metadata=metadata) as recorder:
+    for step in range(steps):
+      load_GE = traces.loads(step) * tokens
+      recorder.record(step, {"layer0": traces.stats_of(load_GE)}, axes=())
+  return str(path)
+
+
+def test_domains_are_those_of_the_layers(tmp_path):
+  trace = read(write(tmp_path / "trace", WIDE))
+  assert trace.manifest.config["domain_size"] == "auto"
+  for declared, ranks in (("auto", 4), (None, 4), (2, 2)):
+    config = {**trace.manifest.config, "domain_size": declared}
+    other = dataclasses.replace(trace, manifest=dataclasses.replace(trace.manifest, config=config))
+    shape = recorded_shape(other)
+    assert shape is not None
+    assert trace_setting(other, shape, Device.load("h200")).domain_size == ranks
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+  status = cli.main(list(arguments))
+  return status, *capsys.readouterr()
+
+
+def test_a_trace_says_how_wide_its_layers_are(tmp_path):
+  shape = recorded_shape(read(write(tmp_path / "wide", WIDE)))
+  assert shape is not None
+  assert (shape.embed_dim, shape.expert_dim, shape.top_k, shape.num_experts) == (4096, 1536, 2, 8)
+  assert (shape.moe_layers, shape.name) == (3, "wide")
+
+
+@pytest.mark.parametrize(
+  "model",
+  [None, "Qwen3", {}, {"embed_dim": 8}, WIDE | {"top_k": 0}, WIDE | {"expert_dim": True}],
+  ids=str,
+)
+def test_without_widths_a_model_must_be_named(model, tmp_path, capsys):
+  folder = write(tmp_path / "trace", model)
+  for command in ("simulate", "recommend"):
+    status, _, said = run(capsys, command, *(["--trace"] * (command == "simulate")), folder)
+    assert status == 1 and "--model: expected one of DeepSeek-V3" in said
+
+
+def test_simulate_takes_widths_from_the_trace(tmp_path, capsys):
+  folder = write(tmp_path / "trace", WIDE)
+  status, said, _ = run(capsys, "simulate", "--trace", folder, "--strategies", "none", "quota")
+  assert status == 0
+  assert said.startswith("wide: 8 experts, D 4096, F 1536, K 2, training; loads: ")
+  assert "predicted for h200 (--device): 4 ranks" in said
+  assert "datasheet" not in said and "attention and other layers: they count as 0" in said
+  verbose = run(capsys, "simulate", "--trace", folder, "--strategies", "none", "--verbose")[1]
+  assert "copy_rate" in verbose and "measured" in verbose
+
+
+def test_simulate_says_whose_widths_it_assumes(tmp_path, capsys):
+  folder = write(tmp_path / "trace", WIDE)
+  command = "simulate", "--trace", folder, "--model", "Qwen3-235B", "--strategies", "none", "quota"
+  _, said, _ = run(capsys, *command)
+  assert "Qwen3-235B has 128 experts, the trace 8: widths are assumed" in said
+
+
+def test_small_layers_are_said_to_gain_nothing(tmp_path, capsys):
+  folder = write(tmp_path / "trace", WIDE | {"embed_dim": 64, "expert_dim": 64}, tokens=1)
+  _, said, _ = run(capsys, "simulate", "--trace", folder)
+  assert "than it saves" in said and 'strategy="none"' in said
+  _, said, _ = run(capsys, "recommend", folder, "--device", "h200")
+  assert said.endswith(
+    'advice: at these sizes no copies save time on h200: strategy="none" is the fastest\n'
+  )
+
+
+def test_slots_are_recommended_that_make_the_load_even(tmp_path, capsys):
+  folder = write(tmp_path / "trace", WIDE, tokens=4096)
+  status, out, _ = run(capsys, "recommend", folder, "--device", "h200", "--json")
+  answer = json.loads(out)
+  assert status == 0 and [row["slots"] for row in answer["slots"]] == [0, 1, 2]
+  none, *_, most = answer["slots"]
+  assert none["imbalance_mean"] == pytest.approx(2.0, rel=0.02) and none["saved_ms_a_step"] == 0
+  assert most["imbalance_worst"] == pytest.approx(1.0, abs=1e-3)
+  assert most["saved_ms_a_step"] == pytest.approx(none["layer_ms"] - most["layer_ms"])
+  assert most["memory_mb"] == pytest.approx(2 * 3 * 4096 * 1536 * 6e-6)
+  assert answer["advice"].startswith("replica_slots=") and "→ 1.00" in answer["advice"]

@@ -1,0 +1,82 @@
+"""Choices of experts beside a trace: recorded, read back, and refused where they are damaged."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import traces
+
+from ultraep_jax.trace import Recorder, TraceError, read, read_choices
+from ultraep_jax.types import LayerStats
+
+TOKENS, TOP_K, EXPERTS = 12, 2, 8
+
+
+def some_choices(seed: int, *lead: int) -> jnp.ndarray:
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(-1, EXPERTS, (*lead, TOKENS, TOP_K)), jnp.int32)
+
+
+def stats(*lead: int) -> LayerStats:
+  one = traces.stats_of(traces.loads(0))
+  return LayerStats(*(np.broadcast_to(leaf, (*lead, *np.shape(leaf))) for leaf in one))
+
+
+def test_choices_come_back(tmp_path):
+  """Of layers by name and of stacks of them, in their shapes; the last counts."""
+  named = {"a": some_choices(0), "b": some_choices(1)[:5].reshape(5, 1, TOP_K)}
+  stacked = some_choices(2, 3, 2)  # layers, microbatches
+  with Recorder(tmp_path) as recorder:
+    recorder.record(4, {name: stats(1) for name in ("a", "b", "c")}, expert_index=named)
+    recorder.record(5, stats(3, 2, 1), axes=("layer", "microbatch", "group"), expert_index=stacked)
+    recorder.record(6, stats(1))
+    recorder.flush()
+    recorder.record(4, {"a": stats(1)}, expert_index={"a": some_choices(3)})
+  got = read_choices(tmp_path, 4)
+  assert list(got) == ["a", "b"] and all(index.dtype == np.int32 for index in got.values())
+  np.testing.assert_array_equal(got["a"], some_choices(3))
+  np.testing.assert_array_equal(got["b"], named["b"])
+  for microbatch in range(2):
+    of_layers = read_choices(tmp_path, 5, microbatch)
+    assert list(of_layers) == ["0", "1", "2"]
+    np.testing.assert_array_equal(np.stack(list(of_layers.values())), stacked[:, microbatch])
+  with pytest.raises(TraceError, match="expected choices of step 6, microbatch 0, got none"):
+    read_choices(tmp_path, 6)
+  assert len(read(tmp_path)) == 3 + 6 + 1
+
+
+def test_wrong_choices_are_refused(tmp_path):
+  with Recorder(tmp_path) as recorder:
+    with pytest.raises(ValueError, match=r"expected layers of stats, got \['d'\]"):
+      recorder.record(0, {"a": stats(1)}, expert_index={"d": some_choices(0)})
+    with pytest.raises(ValueError, match=r"expected the leading axes \(3,\) of stats"):
+      recorder.record(0, stats(3, 1), axes=("layer", "group"), expert_index=some_choices(0))
+    recorder.record(0, stats(1), expert_index=some_choices(0) + 1)
+    with pytest.raises(TraceError, match=r"0: expected values in \[-1, 8\), got 0 to 8"):
+      recorder.flush()
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"shape_NA": np.array([[TOKENS, TOP_K + 1]])},
+    {"shape_NA": np.array([TOKENS, TOP_K])},
+    {"shape_NA": np.array([[TOKENS, TOP_K], [1, 1]])},
+    {"expert_X": np.full(TOKENS * TOP_K, 0.5)},
+    {"expert_X": np.full(TOKENS * TOP_K, EXPERTS)},
+    {"layer_N": np.array([3])},
+    {"layer_N": np.array([{}], object)},
+    None,
+  ],
+)
+def test_damaged_choices(tmp_path, change):
+  with Recorder(tmp_path) as recorder:
+    recorder.record(0, stats(1), expert_index=some_choices(0))
+  (path,) = tmp_path.glob("choices-*.npz")
+  if change is None:
+    path.write_bytes(path.read_bytes()[:-30])
+  else:
+    with np.load(path) as file:
+      np.savez(path, **{**file, **change})
+  with pytest.raises(TraceError, match=r"choices|expert_index"):
+    read_choices(tmp_path, 0)
+  assert len(read(tmp_path)) == 1  # records are not concerned

@@ -1,0 +1,160 @@
+"""What keeps a layer's load uneven, and what would help.
+
+``LayerStats.advice``, the commands ``plan`` and ``trace show``, the viewer and a ``Recorder``'s
+warning all say what is found here. Works on NumPy arrays, outside ``jit``.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning.exact import slots_that_suffice
+from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.types import LayerStats
+
+EVEN = 1.02  # times the mean; below, there is nothing to say
+_WARN = 1.1
+
+
+def of_load(
+  load_GE: np.ndarray,
+  after_G: np.ndarray,
+  config: BalanceConfig,
+  *,
+  slots: int,
+  rounds: int = 1,
+) -> list[str]:
+  """One line for each cause, the largest first; a single one if the load is even.
+
+  Plans the load again with more slots and with fewer constraints, a second or two the first time.
+
+  Args:
+    load_GE: ``[G, E]``, the load matrix.
+    after_G: ``[G]``, assignments that each rank computed.
+    config: of the layer: its domains, target and objective.
+    slots: S that the layer had.
+    rounds: that it ran.
+  """
+  num_ranks = len(load_GE)
+  mean = max(float(np.sum(after_G)) / num_ranks, 1e-9)
+  reached, best = _imbalance(after_G), _floor(load_GE, config)
+  lines = []
+  if rounds > 1:
+    factor = np.ceil(20 * np.max(after_G) / mean) / 20
+    lines.append(
+      f"buffer: {rounds} rounds were run; one suffices with an even load, or with "
+      f"capacity_factor={factor:.2f}"
+    )
+  if reached <= EVEN or num_ranks == 1:
+    return lines or [f"even: the busiest rank has {reached:.2f} times the mean"]
+  if best > EVEN:
+    lines.append(
+      f"domains: copies stay inside them, which allows {best:.2f} at best; a larger domain_size "
+      "would help"
+    )
+  if reached <= best * EVEN:
+    return lines
+  same = planned_imbalance(load_GE, config, slots)
+  if same < reached / EVEN:
+    lines.append(_why_not_taken(reached, same, config, slots))
+  if same > best * EVEN:
+    more, then = _slots_that_help(load_GE, config, slots, best)
+    lines.append(f"slots: {same:.2f} with {slots}, {then:.2f} with {more}; set replica_slots")
+  return lines
+
+
+def of_stats(stats: LayerStats, config: BalanceConfig | None) -> list[str]:
+  """Of the least even of the layers and token groups that the statistics have."""
+  fields = {name: np.asarray(value) for name, value in zip(stats._fields, stats, strict=True)}
+  lead = fields["load_GE"].shape[:-2]
+  count = int(np.prod(lead, dtype=np.int64))
+  flat = {name: value.reshape(count, *value.shape[len(lead) :]) for name, value in fields.items()}
+  worst = int(np.argmax([_imbalance(after_G) for after_G in flat["load_after_G"]]))
+  lines = []
+  if invalid := int(flat["invalid"].sum()):
+    lines.append(f"router: {invalid} assignments name no expert and were left out")
+  return lines + of_load(
+    flat["load_GE"][worst],
+    flat["load_after_G"][worst],
+    BalanceConfig(objective="balance") if config is None else config,
+    slots=flat["replica_expert_GS"].shape[-1],
+    rounds=int(flat["rounds"].max()),
+  )
+
+
+def recorded_config(values: dict[str, Any]) -> BalanceConfig:
+  """The configuration of recorded layers, as far as it decides what plans can reach."""
+  names = ("objective", "target", "min_tokens_per_replica", "domain_size")
+  return BalanceConfig(**{name: values[name] for name in names if values.get(name) is not None})
+
+
+def limits(after_NG: np.ndarray, replica_expert_NGS: np.ndarray, rounds_N: np.ndarray) -> str:
+  """A warning if records ran several rounds or ran out of slots, else an empty text.
+
+  Args:
+    after_NG: ``[N, G]``, assignments that each rank computed.
+    replica_expert_NGS: ``[N, G, S]``, −1 for an empty slot.
+    rounds_N: ``[N]``.
+  """
+  said = []
+  if several := int(np.sum(rounds_N > 1)):
+    said.append(f"{several} of {len(rounds_N)} layers ran more than one round")
+  mean_N1 = after_NG.mean(axis=1, keepdims=True)
+  full_NG = (replica_expert_NGS >= 0).all(axis=2)
+  # A rank below the mean with an empty slot could take more.
+  bound_N = (full_NG | (after_NG >= mean_N1)).all(axis=1) & (replica_expert_NGS.shape[2] > 0)
+  uneven_N = after_NG.max(axis=1) > _WARN * np.maximum(mean_N1[:, 0], 1e-9)
+  if short := int(np.sum(bound_N & uneven_N)):
+    said.append(f"{short} of {len(rounds_N)} layers stayed uneven with all slots in use")
+  if not said:
+    return ""
+  return f"{'; '.join(said)}: more replica_slots would help, stats.advice() says how many"
+
+
+def planned_imbalance(load_GE: np.ndarray, config: BalanceConfig, slots: int) -> float:
+  """Busiest over mean rank of the most even plan with so many slots."""
+  config = dataclasses.replace(
+    config, replica_slots=slots, objective="balance", target=None, min_tokens_per_replica=1
+  )
+  return _imbalance(np.asarray(plan_quotas(jnp.asarray(load_GE), config).quota).sum(axis=0))
+
+
+def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: int) -> str:
+  possible = f"{reached:.2f} was reached and {same:.2f} is possible with {slots} slots"
+  if config.target is not None and reached <= config.target * EVEN:
+    return f"target: {possible}; target={config.target} stops plans there"
+  if config.min_tokens_per_replica > 1:
+    return f"min_tokens_per_replica: {possible}; small copies are not made"
+  if config.objective == "time":
+    return f'objective: {possible}; by "time", more copies would cost more than they save'
+  return f"strategy: {possible} by quota"
+
+
+def _slots_that_help(
+  load_GE: np.ndarray, config: BalanceConfig, slots: int, best: float
+) -> tuple[int, float]:
+  """The fewest slots, of doubled numbers, that reach the best; and what they reach."""
+  num_ranks, num_experts = load_GE.shape
+  domain = config.domain_of(num_ranks)
+  most = slots_that_suffice(num_experts // num_ranks * domain, domain)
+  tried, reached = slots, np.inf
+  while tried < most and reached > best * EVEN:
+    tried = min(max(2 * tried, 1), most)
+    reached = planned_imbalance(load_GE, config, tried)
+  return tried, float(reached)
+
+
+def _floor(load_GE: np.ndarray, config: BalanceConfig) -> float:
+  """The least imbalance that the domains allow."""
+  num_ranks, num_experts = load_GE.shape
+  home_G = load_GE.sum(axis=0).reshape(num_ranks, num_experts // num_ranks).sum(axis=1)
+  domain_N = home_G.reshape(-1, config.domain_of(num_ranks)).mean(axis=1)
+  return float(domain_N.max() / max(home_G.mean(), 1e-9)) if home_G.any() else 1.0
+
+
+def _imbalance(load_G: np.ndarray) -> float:
+  mean = float(np.mean(load_G))
+  return float(np.max(load_G)) / mean if mean else 1.0

@@ -1,0 +1,137 @@
+"""Recommend replica slots for a recorded trace: imbalance, and time saved a step.
+
+recommend runs/tiny_moe/trace
+recommend runs/trace --device h200 --model Qwen3-30B
+
+Plans the recorded loads again with more and more slots. Imbalance and copies are what the layer
+would reach; times are predicted from the device's constants.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from ultraep_jax.advice import recorded_config
+from ultraep_jax.commands.simulate import model_of
+from ultraep_jax.devices import known
+from ultraep_jax.devices.device import Device
+from ultraep_jax.planning.exact import slots_that_suffice
+from ultraep_jax.simulate.models import MODELS
+from ultraep_jax.simulate.replay import replay, trace_setting
+from ultraep_jax.tables import table
+from ultraep_jax.tools.arguments import positive
+from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.progress import progress
+from ultraep_jax.trace.reader import Trace, read
+
+_COPY_BYTES, _GRADIENT_BYTES = 2, 4  # of a weight: bfloat16 copies, float32 gradients
+_NEAR = 0.01  # of the best time: fewer slots are taken then
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """The trace, and what it does not say."""
+  add = parser.add_argument
+  add("trace", metavar="DIR", help="folder of the trace")
+  add("--device", help="its description, by name or file (that of the GPUs here, else h200)")
+  add("--model", choices=sorted(MODELS), help="widths of the layers (as the trace says)")
+  add("--prefill", action="store_true", help="forward pass alone")
+  add("--records", type=positive, default=64, help="layers to plan, evenly chosen (%(default)s)")
+  add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Plans with each number of slots and prints what they bring."""
+  try:
+    trace = read(args.trace)
+    device = _device(args.device)
+    shape, notes = model_of(trace, args.model)
+    part = trace[_chosen(trace, args.records)]
+    rows = []
+    for slots in progress(_slots(trace), what="plan", unit="slots"):
+      setting = trace_setting(part, shape, device, replica_slots=slots, training=not args.prefill)
+      rows.append(_row(part, slots, replay(part, setting, ("none", "quota (time)", "quota"))))
+  except (ValueError, OSError) as error:
+    raise CommandError(str(error)) from None
+  share = len(np.unique(trace.step_N)) / max(len(trace), 1)
+  for row in rows:
+    row["saved_ms_a_step"] = row.pop("saved_ms_a_layer") / share
+    row["memory_mb"] = (
+      row["slots"]
+      * shape.expert_params
+      * 1e-6
+      * (_COPY_BYTES + _GRADIENT_BYTES * (not args.prefill))
+    )
+  advice = _advice(rows, device.name)
+  if args.json:
+    print(json.dumps({"device": device.name, "slots": rows, "advice": advice}, indent=2))
+  else:
+    print(_text(trace, len(part), rows, [*notes, advice]))
+  return 0
+
+
+def _device(name: str | None) -> Device:
+  described = Device.load(name) if name else known.resolve() or Device.load("h200")
+  return described.running(kernels=True)
+
+
+def _chosen(trace: Trace, most: int) -> np.ndarray:
+  """A mask of the records of evenly chosen steps."""
+  steps, step_N = np.unique(trace.step_N, return_inverse=True)
+  stride = max(1, -(-len(trace) // most))
+  return step_N % min(stride, max(len(steps), 1)) == 0
+
+
+def _slots(trace: Trace) -> list[int]:
+  """0, 1, 2, 4, …, and as many as make every load even."""
+  manifest = trace.manifest
+  domain = recorded_config(manifest.config).domain_of(manifest.num_ranks)
+  most = slots_that_suffice(manifest.num_experts // manifest.num_ranks * domain, domain)
+  powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+  return [0, *powers, most]
+
+
+def _row(trace: Trace, slots: int, outcomes: dict[str, Any]) -> dict[str, Any]:
+  none, timed, quota = (outcomes[name] for name in ("none", "quota (time)", "quota"))
+  timed = timed if slots else none  # the program plans nothing then
+  return {
+    "slots": slots,
+    "imbalance_mean": float(quota.imbalance.mean()),
+    "imbalance_worst": float(quota.imbalance.max()),
+    "copies": float(quota.replicas.mean()),
+    "layer_ms": 1e3 * float(timed.seconds.mean()),
+    "saved_ms_a_layer": 1e3 * float((none.seconds - timed.seconds).mean()),
+  }
+
+
+def _advice(rows: list[dict[str, Any]], device: str) -> str:
+  best = min(row["layer_ms"] for row in rows)
+  chosen = next(row for row in rows if row["layer_ms"] <= best * (1 + _NEAR))
+  if not chosen["slots"]:
+    return f'at these sizes no copies save time on {device}: strategy="none" is the fastest'
+  return (
+    f"replica_slots={chosen['slots']}: imbalance {rows[0]['imbalance_mean']:.2f} → "
+    f"{chosen['imbalance_mean']:.2f}, about {chosen['saved_ms_a_step']:.2f} ms saved a step on "
+    f"{device}"
+  )
+
+
+def _text(trace: Trace, planned: int, rows: list[dict[str, Any]], notes: list[str]) -> str:
+  manifest = trace.manifest
+  title = (
+    f"{manifest.name}: {manifest.num_ranks} ranks, {manifest.num_experts} experts; {planned} of "
+    f"{len(trace)} records planned, recorded with {manifest.replica_slots} slots"
+  )
+  header = ["slots", "imbalance", "worst", "copies", "layer ms", "ms saved a step", "MB a rank"]
+  names = (
+    "slots",
+    "imbalance_mean",
+    "imbalance_worst",
+    "copies",
+    "layer_ms",
+    "saved_ms_a_step",
+    "memory_mb",
+  )
+  lines = [title, "", table(header, [[row[name] for name in names] for row in rows]), ""]
+  return "\n".join([*lines, *(f"note: {note}" for note in notes[:-1]), f"advice: {notes[-1]}"])

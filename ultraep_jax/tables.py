@@ -1,0 +1,47 @@
+"""Tables for a terminal."""
+
+import io
+import shutil
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_WIDE = 200  # columns where nobody sees them wrap: a file or a pipe
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], digits: int = 2) -> str:
+  """Columns that line up: numbers to the right, ``None`` as a dash, a long last column wrapped.
+
+  Args:
+    header: a name for each column.
+    rows: a value for each column.
+    digits: of floats, behind the point.
+
+  >>> print(table(["what", "value"], [["one", 1.0], ["two", None]]))
+   what   value
+  ──────────────
+   one     1.00
+   two        –
+  """
+  shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True)
+  for index, name in enumerate(header):
+    numeric = any(isinstance(row[index], int | float) for row in rows)
+    last = index == len(header) - 1 and not numeric
+    shown.add_column(name, justify="right" if numeric else "left", no_wrap=not last)
+  for row in rows:
+    shown.add_row(*(_cell(value, digits) for value in row))
+  width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+  out = io.StringIO()
+  Console(file=out, width=max(width, 60), highlight=False, markup=False, color_system=None).print(
+    shown
+  )
+  return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+def _cell(value: object, digits: int) -> str:
+  if value is None:
+    return "–"
+  return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
