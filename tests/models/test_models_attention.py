@@ -1,5 +1,7 @@
 """Blockwise attention over packed requests, against a dense softmax."""
 
+import functools
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,13 @@ ROWS, LENGTH, BLOCK, HEADS, KEY_HEADS, CHANNELS, VALUES = 2, 32, 4, 4, 2, 6, 5
 SCALE = 0.7
 
 
-@jax.jit
-def attend_here(query, key, value, segment):
-  return attend(query, key, value, segment, scale=SCALE, block=BLOCK)
+@functools.partial(jax.jit, static_argnames="window")
+def attend_here(query, key, value, segment, window=None, sink=None):
+  options = {"scale": SCALE, "block": BLOCK, "window": window, "sink_H": sink}
+  return attend(query, key, value, segment, **options)
 
 
-def dense(query, key, value, segment):
+def dense(query, key, value, segment, window=None, sink=None):
   """Softmax over all pairs of tokens, in float64."""
   group = HEADS // KEY_HEADS
   key, value = (np.repeat(x.astype(np.float64), group, axis=2) for x in (key, value))
@@ -26,11 +29,18 @@ def dense(query, key, value, segment):
   place = np.arange(LENGTH)
   visible = (segment[:, :, None] == segment[:, None, :]) & (segment > 0)[:, :, None]
   visible &= place[:, None] >= place[None, :]
+  if window is not None:
+    visible &= place[:, None] - place[None, :] < window
   score = np.where(visible[:, None], score, -np.inf)
   largest = score.max(axis=-1, keepdims=True, initial=-1e9)
   weight = np.exp(score - largest)
   total = weight.sum(axis=-1, keepdims=True)
+  if sink is not None:
+    total = total + np.exp(np.minimum(np.float64(sink)[None, :, None, None] - largest, 700))
   return np.einsum("bhts,bshv->bthv", weight / np.where(total > 0, total, 1), value)
+
+
+WINDOWS, SINK = (None, 1, 3, 9), np.array([-20.0, -1.0, 2.0, 30.0], np.float32)
 
 
 def draw_inputs(seed: int, size: float = 1.0) -> list[np.ndarray]:
@@ -52,12 +62,31 @@ def layouts(draw) -> np.ndarray:
   return segment
 
 
-@given(segment=layouts(), seed=st.integers(0, 99), size=st.sampled_from([1.0, 8.0]))
-def test_attention_is_that_of_each_segment_alone(segment, seed, size):
+@given(
+  segment=layouts(),
+  seed=st.integers(0, 99),
+  size=st.sampled_from([1.0, 8.0]),
+  window=st.sampled_from(WINDOWS),
+  sink=st.sampled_from([None, SINK]),
+)
+def test_attention_is_that_of_each_segment_alone(segment, seed, size, window, sink):
   inputs = draw_inputs(seed, size)
-  mixed = np.asarray(attend_here(*inputs, segment))
-  np.testing.assert_allclose(mixed, dense(*inputs, segment), rtol=1e-5, atol=1e-5 * size**2)
+  mixed = np.asarray(attend_here(*inputs, segment, window, sink))
+  expected = dense(*inputs, segment, window, sink)
+  np.testing.assert_allclose(mixed, expected, rtol=1e-5, atol=1e-5 * size**2)
   assert not mixed[segment == 0].any()
+
+
+@pytest.mark.parametrize("window", WINDOWS[1:])
+def test_blocks_before_the_window_are_not_visited(window):
+  query, key, value = draw_inputs(0)
+  segment = np.ones((ROWS, LENGTH), np.int32)
+  here = slice(LENGTH - BLOCK, LENGTH)
+  first = (here.start - window + 1) // BLOCK * BLOCK
+  spoilt = key.copy()
+  spoilt[:, :first] = np.nan
+  got = np.asarray(attend_here(query, spoilt, value, segment, window))[:, here]
+  np.testing.assert_array_equal(got, attend_here(query, key, value, segment, window)[:, here])
 
 
 @given(segment=layouts(), seed=st.integers(0, 99))
@@ -73,8 +102,9 @@ def test_padding_may_hold_anything(segment, seed):
   block=st.integers(0, LENGTH // BLOCK // 2),
   others=layouts(),
   seed=st.integers(0, 99),
+  window=st.sampled_from([None, 3]),
 )
-def test_result_does_not_depend_on_the_place_in_the_row(length, block, others, seed):
+def test_result_does_not_depend_on_the_place_in_the_row(length, block, others, seed, window):
   """Bit for bit, where a request starts at a block; and no block of another request is visited."""
   inputs, elsewhere = draw_inputs(seed), draw_inputs(seed + 100)
   alone = np.zeros((ROWS, LENGTH), np.int32)
@@ -89,8 +119,8 @@ def test_result_does_not_depend_on_the_place_in_the_row(length, block, others, s
     x[...] = np.nan  # weighted by 0 it would still show
     x[0, own] = kept
     x[0, there] = y[0, :length]
-  one = np.asarray(attend_here(*inputs, alone))[0, :length]
-  other = np.asarray(attend_here(*elsewhere, segment))[0, there]
+  one = np.asarray(attend_here(*inputs, alone, window))[0, :length]
+  other = np.asarray(attend_here(*elsewhere, segment, window))[0, there]
   np.testing.assert_array_equal(one, other)
 
 

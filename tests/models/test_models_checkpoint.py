@@ -301,3 +301,62 @@ def test_a_configuration_without_quantisation(tmp_path):
   for config in ({}, {"quantization_config": None}, {"quantization_config": {"bits": 4}}):
     (folder / "config.json").write_text(json.dumps(config))
     assert Checkpoint(folder).block is None
+
+
+# --- MXFP4 ------------------------------------------------------------------------------------
+
+
+FOUR_BITS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+@pytest.fixture(scope="module")
+def four_bits(tmp_path_factory):
+  """A folder with one such tensor, and its values by definition: [experts, in, out]."""
+  rng = np.random.default_rng(0)
+  blocks = rng.integers(0, 256, (3, 5, 2, 16), np.uint8)
+  scales = rng.integers(100, 140, (3, 5, 2), np.uint8)
+  scales[0, 0] = [0, 254]  # the least and the largest
+  values = np.zeros((3, 5, 2, 32))
+  for place in np.ndindex(values.shape):
+    byte = int(blocks[*place[:3], place[3] // 2])
+    value = FOUR_BITS[byte >> 4 if place[3] % 2 else byte & 15]
+    values[place] = value * 2.0 ** (int(scales[place[:3]]) - 127)
+  tensors = {"w_blocks": blocks, "w_scales": scales, "w_bias": np.ones((3, 5), np.float32)}
+  folder = write_checkpoint(tmp_path_factory.mktemp("mxfp4") / "a", [tensors])
+  return folder, values.reshape(3, 5, 64).swapaxes(1, 2)
+
+
+@hypothesis.given(st.data())
+def test_any_slice_of_mxfp4_is_its_values(four_bits, data):
+  folder, values = four_bits
+  opened = Checkpoint(folder)
+  assert set(opened.names) == set(opened.tensors) == {"w", "w_bias"}
+  index = tuple(
+    slice(*sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2))))
+    for n in values.shape[: data.draw(st.integers(0, 3))]
+  )
+  with np.errstate(over="ignore"):  # 6 * 2 ** 127
+    expected = values[index].astype(np.float32)
+  same_bits(opened.read("w", index), expected)
+  out = np.zeros(expected.shape, jnp.bfloat16)
+  opened.read_into(out, "w", index)
+  with np.errstate(over="ignore"):
+    same_bits(out, expected.astype(jnp.bfloat16))
+  one = opened.nbytes("w", (slice(1), slice(33, 34)))
+  assert opened.nbytes("w") == 3 * 5 * 2 * 17 and one == 5 * 17
+
+
+def test_weights_that_are_quantised_otherwise(tmp_path):
+  """One clear error each, that names the tensor and what is there in its place."""
+  four = {"a_blocks": np.zeros((1, 2, 3, 8), np.uint8), "a_scales": np.zeros((1, 2, 3), np.uint8)}
+  packed = {"b.weight_packed": np.zeros((2, 2), np.int32), "c.qweight": np.zeros(2, np.int32)}
+  opened = Checkpoint(write_checkpoint(tmp_path, [four | packed]))
+  for name, instead in (
+    ("a", "a_blocks"),
+    ("b.weight", "b.weight_packed"),
+    ("c.weight", "c.qweight"),
+  ):
+    expected = f"{name}: expected its values, got {instead}: weights quantised in another way"
+    assert opened.problem(name) == expected
+    with pytest.raises(ValueError, match=re.escape(expected)):
+      opened.read(name)

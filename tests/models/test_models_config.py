@@ -4,12 +4,28 @@ import dataclasses
 
 import numpy as np
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45, PUBLISHED, QWEN3_30B
+from published_configs import (
+  DEEPSEEK_V3,
+  DOTS1,
+  ERNIE_21B,
+  GLM_45,
+  GPT_OSS_120B,
+  KIMI_K2,
+  MINIMAX_M2,
+  MIXTRAL_8X7B,
+  OLMOE_1B_7B,
+  PUBLISHED,
+  QWEN2_57B,
+  QWEN3_30B,
+  QWEN3_NEXT_80B,
+)
 
+from ultraep_jax.activations import clamped_swiglu
 from ultraep_jax.gating import GatingConfig
-from ultraep_jax.models import GroupedQuery, Latent, ModelConfig, Rotary, Yarn
+from ultraep_jax.models import GatedDelta, GroupedQuery, Latent, ModelConfig, Rotary, Yarn, families
 from ultraep_jax.models.names import ignored_patterns, sources
 from ultraep_jax.models.params import param_specs
+from ultraep_jax.models.pattern import cycles
 from ultraep_jax.models.rotary import cosines_and_sines, frequencies, rotate
 
 
@@ -71,11 +87,80 @@ def test_deepseek():
   assert config.gating.num_expert_groups == 8 and config.gating.topk_groups == 4
 
 
+def test_kimi():
+  config = ModelConfig.from_hf(KIMI_K2)
+  assert config.architecture == "kimi_k2" and isinstance(config.attention, Latent)
+  assert config.gating.num_experts == 384 and config.gating.num_expert_groups == 1
+  assert config.num_extra_layers == 0 and [len(stack) for stack in config.stacks] == [1, 60]
+
+
+def test_mixtral_and_olmoe():
+  mixtral, olmoe = map(ModelConfig.from_hf, (MIXTRAL_8X7B, OLMOE_1B_7B))
+  assert mixtral == ModelConfig(
+    architecture="mixtral",
+    vocab_size=32000,
+    embed_dim=4096,
+    is_moe=(True,) * 32,
+    attention=GroupedQuery(num_heads=32, num_key_heads=8, head_dim=128),
+    rotary=Rotary(dim=128, theta=1e6),
+    expert_dim=14336,
+    gating=GatingConfig(num_experts=8, num_experts_per_tok=2),
+    norm_eps=1e-5,
+  )
+  windowed = ModelConfig.from_hf(MIXTRAL_8X7B | {"sliding_window": 4096}).attention
+  assert isinstance(windowed, GroupedQuery) and windowed.window == 4096
+  assert isinstance(olmoe.attention, GroupedQuery) and olmoe.attention.qk_norm == "all"
+  assert olmoe.expert_dim == 1024 and not olmoe.gating.normalize_topk
+
+
+def test_qwen2_and_qwen3_next():
+  qwen2, following = map(ModelConfig.from_hf, (QWEN2_57B, QWEN3_NEXT_80B))
+  assert qwen2.num_shared_experts == 8 and qwen2.shared_gate and not qwen2.norms_around_one
+  assert qwen2.attention == GroupedQuery(num_heads=28, num_key_heads=4, head_dim=128, bias=True)
+  slides = ModelConfig.from_hf(QWEN2_57B | {"use_sliding_window": True, "max_window_layers": 3})
+  windows = [slides.mixer(i).window for i in range(28)]  # pyright: ignore[reportAttributeAccessIssue]
+  assert windows == [65536, None, 65536, *[None] * 25]
+  delta = GatedDelta(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, conv_width=4)
+  attention = GroupedQuery(num_heads=16, num_key_heads=2, head_dim=256, qk_norm="head", gated=True)
+  assert following.attention == (delta, delta, delta, attention) * 12
+  assert following.runs == ((0, 1, 2, 3),) and following.stacks[3] == tuple(range(3, 48, 4))
+  assert following.rotary == Rotary(dim=64, theta=1e7)
+  assert following.norms_around_one and following.gating.normalize_topk
+  kinds = ["full_attention"] * 47 + ["linear_attention"]
+  assert ModelConfig.from_hf(QWEN3_NEXT_80B | {"layer_types": kinds}).runs == ((0,), (1,))
+
+
+def test_minimax_dots_and_ernie():
+  minimax, dots, ernie = map(ModelConfig.from_hf, (MINIMAX_M2, DOTS1, ERNIE_21B))
+  assert minimax.rotary == Rotary(dim=64, theta=5e6) and minimax.num_extra_layers == 3
+  assert minimax.gating.scoring == "sigmoid" and minimax.gating.use_selection_bias
+  assert isinstance(dots.attention, GroupedQuery) and dots.attention.window is None
+  assert [len(stack) for stack in dots.stacks] == [1, 61] and dots.num_shared_experts == 2
+  late = ModelConfig.from_hf(DOTS1 | {"sliding_window": 4096, "max_window_layers": 60})
+  assert [len(stack) for stack in late.stacks] == [1, 59, 2]
+  assert ernie.rotary == Rotary(dim=128, theta=5e5, interleaved=True) and ernie.tied_embeddings
+  assert ernie.gating.scoring == "softmax" and ernie.gating.use_selection_bias
+  assert [len(stack) for stack in ernie.stacks] == [1, 27]
+
+
+def test_gpt_oss():
+  config = ModelConfig.from_hf(GPT_OSS_120B)
+  whole = GroupedQuery(
+    num_heads=64, num_key_heads=8, head_dim=64, bias=True, out_bias=True, sinks=True
+  )
+  assert config.attention == (dataclasses.replace(whole, window=128), whole) * 18
+  assert config.runs == ((0, 1),) and config.activation is clamped_swiglu(1.702, 7.0)
+  assert config.expert_layout == "interleaved" and config.expert_bias and config.router_bias
+  yarn = config.rotary.yarn
+  assert yarn is not None and not yarn.truncate
+  assert yarn.attention_factor == pytest.approx(0.1 * np.log(32) + 1)
+
+
 def test_newer_form_of_positions_is_the_same():
   for hf in PUBLISHED:
     old = dict(hf)
     rope = dict(old.pop("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", "default")
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     rope["rope_theta"] = old.pop("rope_theta")
     if "partial_rotary_factor" in old:
       rope["partial_rotary_factor"] = old.pop("partial_rotary_factor")
@@ -132,6 +217,25 @@ YARN = DEEPSEEK_V3["rope_scaling"]
     (QWEN3_30B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, got 0.5"),
     (QWEN3_30B, {"num_experts_per_tok": 129}, "num_experts_per_tok: expected at most 128, got 129"),
     (QWEN3_30B, {"quantization_config": {"quant_method": "awq"}}, "quant_method: .*got 'awq'"),
+    (
+      KIMI_K2,
+      {"quantization_config": {"quant_method": "compressed-tensors"}},
+      "expected 'fp8', or weights that are multiplied out, got 'compressed-tensors'",
+    ),
+    (
+      GPT_OSS_120B,
+      {"quantization_config": {"quant_method": "fp8"}},
+      "expected 'mxfp4', or .*'fp8'",
+    ),
+    (GPT_OSS_120B, {"sliding_window": None}, "sliding_window: expected an integer .*got nothing"),
+    (GPT_OSS_120B, {"layer_types": ["full_attention"] * 9}, "layer_types: expected 36 of"),
+    (GPT_OSS_120B, {"layer_types": ["linear_attention"] * 36}, "layer_types: expected 36 of"),
+    (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv: expected null, got 8.0"),
+    (QWEN2_57B, {"shared_expert_intermediate_size": 99}, "expected a multiple of 2560, got 99"),
+    (QWEN3_NEXT_80B, {"linear_num_key_heads": 3}, "linear_num_key_heads: expected a divisor of 32"),
+    (MINIMAX_M2, {"attn_type_list": [0, 1]}, r"attn_type_list: expected a list of 1, got \[0, 1\]"),
+    (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type: .*got 'per_head'"),
+    (ERNIE_21B, {"use_bias": True}, "use_bias: .*got True"),
     (GLM_45, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected at most 1"),
     (GLM_45, {"partial_rotary_factor": 0.26}, "partial_rotary_factor: expected an even number"),
     (GLM_45, {"rope_parameters": {"rope_theta": 1}, "rope_scaling": {"type": "default"}}, "beside"),
@@ -172,11 +276,12 @@ def test_every_parameter_has_names(hf):
     names += list(array.flat)
   assert len(set(names)) == len(names)
   # Those of a known tensor of each kind.
-  last = len(config.is_moe) - 1
-  expert = f"model.layers.{last}.mlp.experts.{config.gating.num_experts - 1}.down_proj.weight"
-  assert {"model.embed_tokens.weight", "lm_head.weight", expert} <= set(names)
+  below = families.by_name(hf["model_type"]).moe["wo"].format(expert=config.gating.num_experts - 1)
+  expert = f"model.layers.{config.num_layers - 1}.{below}"
+  head = set() if config.tied_embeddings else {"lm_head.weight"}
+  assert {"model.embed_tokens.weight", expert} | head <= set(names)
   extra = f"model.layers.{len(config.is_moe)}.*"
-  assert (extra in ignored_patterns(config)) == (hf["model_type"] != "qwen3_moe")
+  assert (extra in ignored_patterns(config)) == (config.num_extra_layers > 0)
 
 
 def test_rotation_is_that_of_complex_numbers():
@@ -208,6 +313,29 @@ def test_stretching_keeps_fast_pairs_and_divides_slow_ones():
   assert len(between) > 8 and (np.diff(between) > 0).all() and 1 < between[0] < between[-1] < 40
   cos, sin = cosines_and_sines(stretched, np.arange(4, dtype=np.int32)[None])
   np.testing.assert_allclose(np.hypot(cos, sin), 1.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("kinds", "expected"),
+  [
+    ("", []),
+    ("A", [[(0,)]]),
+    ("AAB", [[(0, 1)], [(2,)]]),
+    ("ABAB", [[(0, 2), (1, 3)]]),
+    ("ABABA", [[(0,)], [(1, 3), (2, 4)]]),
+    ("ABABABAABAAB", [[(0, 2, 4), (1, 3, 5)], [(6, 9), (7, 10), (8, 11)]]),
+    ("ABBBBABBBB", [[(0,)], [(1, 2, 3, 4)], [(5,)], [(6, 7, 8, 9)]]),
+  ],
+)
+def test_layers_that_repeat(kinds, expected):
+  """Every layer is in one stack, in order, and no cut with fewer places is missed."""
+  found = cycles(kinds)
+  if len(kinds) < 12:
+    assert found == expected
+  assert sum(map(len, found)) == sum(map(len, expected))
+  order = [layer for run in found for turn in zip(*run, strict=True) for layer in turn]
+  assert order == list(range(len(kinds)))
+  assert all(len({kinds[i] for i in stack}) == 1 for run in found for stack in run)
 
 
 @pytest.mark.parametrize(

@@ -119,15 +119,16 @@ def test_lowers_for_gpus(monkeypatch, gpu):
   assert "fmhaSoftmax" in text and '"max_seg_per_batch": 4' in text.replace("\\22", '"')
 
 
-@pytest.mark.parametrize("kind", ["no GPU", "float32", "narrow values"])
+@pytest.mark.parametrize("kind", ["no GPU", "float32", "narrow values", "window", "sinks"])
 def test_says_what_it_cannot(monkeypatch, kind):
   if kind != "no GPU":
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91300)
   query, key, value = operands(jnp.float32 if kind == "float32" else jnp.bfloat16)
   value = value[..., :4] if kind == "narrow values" else value
+  options = {"window": {"window": 3}, "sinks": {"sink_H": jnp.zeros(HEADS)}}.get(kind, {})
   with pytest.raises(NotImplementedError, match=r"cuDNN|fp16"):
-    cudnn.attend(query, key, value, spans_of(packed()), scale=0.5)
+    cudnn.attend(query, key, value, spans_of(packed()), scale=0.5, **options)
 
 
 def real_operands(lengths, seed=0):

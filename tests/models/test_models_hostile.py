@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_files import write_checkpoint, write_raw
 from hostile_values import VALUES, places, replaced
-from published_configs import DEEPSEEK_V3, GLM_45, QWEN3_30B
+from published_configs import PUBLISHED, QWEN3_30B
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
@@ -20,7 +20,7 @@ from ultraep_jax.models.rotary import frequencies
 DEEP = "[" * 100_000  # overflows a recursive parser's stack
 HALF = '{"%s": "\\ud800"}'  # half a surrogate pair, which no UTF-8 can hold
 STRETCHED = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-CONFIGS = [QWEN3_30B | STRETCHED, GLM_45, DEEPSEEK_V3]
+CONFIGS = [hf | STRETCHED if hf is QWEN3_30B else hf for hf in PUBLISHED]
 # Fields that the files above leave out.
 ABSENT = {
   "layer_types": [],
@@ -48,7 +48,7 @@ def test_any_value_of_any_field_is_read_or_refused(hf):
       hash(config)
       with np.errstate(over="ignore"):
         assert frequencies(config.rotary).shape == (config.rotary.dim // 2,), (place, value)
-  assert refused > 300
+  assert refused > 150
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 2**31 - 1}, {"vocab_size": 2**31 - 1}])

@@ -64,6 +64,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray, inner: range) -> np.ndarr
   values = values.reshape(*scales.shape, SIZE)
   with np.errstate(over="ignore"):  # an infinity is what such a file says
     values = np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
-  values = values.reshape(*scales.shape[:2], -1)
+  experts, rows, groups = scales.shape
+  values = values.reshape(experts, rows, groups * SIZE)
   first = inner.start % SIZE
   return values[..., first : first + len(inner)].swapaxes(1, 2)

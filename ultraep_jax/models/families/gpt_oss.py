@@ -18,8 +18,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     common.grouped_query(hf, bias=bias, out_bias=bias, sinks=True, window=window)
     for window in windows
   ]
-  unit = clamped_swiglu(
-    alpha=fields.number(hf, "swiglu_alpha", 1.702), limit=fields.number(hf, "swiglu_limit", 7.0)
+  alpha, limit = (
+    fields.number(hf, name, default)
+    for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
   )
   return {
     "is_moe": (True,) * layers,
@@ -28,7 +29,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     "expert_dim": fields.integer(hf, "intermediate_size"),
     "expert_layout": "interleaved",
     "expert_bias": True,
-    "activation": unit,
+    "activation": clamped_swiglu(alpha, limit),
     "router_bias": True,
     "gating": GatingConfig(
       num_experts=common.num_experts(hf, "num_local_experts", "num_experts"),
