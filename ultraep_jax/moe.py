@@ -182,6 +182,6 @@ def measured_moe(
 def home_rows(quota_EG: Array) -> Array:
   """``[G]``, what of each rank's quotas is of its home experts."""
   num_experts, num_ranks = quota_EG.shape
-  home_E = jnp.arange(num_experts) // (num_experts // num_ranks)
-  at_home_EG = home_E[:, None] == jnp.arange(num_ranks)[None, :]
-  return jnp.sum(jnp.where(at_home_EG, quota_EG, 0), axis=0, dtype=jnp.int32)
+  quota_GMG = quota_EG.reshape(num_ranks, num_experts // num_ranks, num_ranks)
+  own_MG = jnp.diagonal(quota_GMG, axis1=0, axis2=2)
+  return jnp.sum(own_MG, axis=0, dtype=jnp.int32)

@@ -7,7 +7,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("ultraep_jax", "pallas_kernels", "examples", "tests")
 # From where tests and examples import by bare name, as in pyproject.toml.
-BARE = ("examples", "tests", "tests/helpers")
+BARE = ("examples", "examples/maxtext", "examples/tunix", "tests", "tests/helpers")
 
 
 def files(pattern: str) -> list[str]:

@@ -17,6 +17,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan as portable
 from ultraep_jax.planning import search
 from ultraep_jax.types import PlanCost
+from ultraep_jax.workloads import zipf_loads
 
 STEPS = (32768, 9000, 500)  # few thresholds: interpretation is slow
 COST = PlanCost(50, 3000)
@@ -108,6 +109,19 @@ def test_equals_the_portable_planner_of_other_sizes(ranks, experts, slots):
   ties_E[experts // ranks :: 3] = 0
   for load_E in (skewed(experts, 3), ties_E):
     assert_equal_plans(load_matrix(load_E, ranks), fixed, cost)
+
+
+# Ranks, experts and choices of a token: racks and more, with the experts of the largest models.
+RACKS = [(64, 896, 16), (72, 576, 8), (128, 512, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, experts, top_k", RACKS)
+def test_equals_the_portable_planner_on_racks(ranks, experts, top_k):
+  fixed, cost = setup(ranks, experts, 2, {"objective": "time"}, steps=STEPS[:1])
+  load_GE = jnp.asarray(zipf_loads(0, experts, ranks, 512, top_k, 2.0))
+  plan = assert_equal_plans(load_GE, fixed, cost)
+  assert int((plan.replica_expert >= 0).sum()) > ranks // 2
 
 
 def test_equals_the_portable_planner_once():
@@ -203,6 +217,13 @@ def test_the_program_does_not_grow_with_experts_and_slots():
     traced = portable._plan_on_gpu.trace(load_GE, fixed, cost)
     sizes.append(len(traced.lower(lowering_platforms=("cuda",)).as_text()))
   assert sizes[1] < 2 * sizes[0]
+
+
+@pytest.mark.parametrize("ranks, experts", [*(rack[:2] for rack in RACKS), (128, 896)])
+def test_lowers_for_racks(ranks, experts):
+  fixed, cost = setup(ranks, experts, 2, {"objective": "time"}, search.STEPS)
+  load_GE = jax.ShapeDtypeStruct((ranks, experts), jnp.int32)
+  portable._plan_on_gpu.trace(load_GE, fixed, cost).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -4,22 +4,16 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from ports import free_port
 
 pytestmark = pytest.mark.multiprocess
 WORKER = pathlib.Path(__file__).parents[1] / "helpers" / "multiprocess_worker.py"
-
-
-def free_port() -> int:
-  with socket.socket() as listener:
-    listener.bind(("localhost", 0))
-    return listener.getsockname()[1]
 
 
 @pytest.fixture

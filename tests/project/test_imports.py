@@ -15,7 +15,8 @@ import pallas_kernels
 # stands on one line does not import each other.
 LAYERS = """
 tests
-tests/helpers examples
+tests/helpers
+examples
 ultraep_jax/__main__
 ultraep_jax/cli
 ultraep_jax/commands

@@ -96,14 +96,15 @@ def _gated_kernel(
   if isinstance(activation, activations.GatedUnit):
     raise NotImplementedError("activation: expected a function of one argument")
   arguments = group_size_P, activation
-  homes = home.projections
-  operation, widths = "gated" if keep_hidden else "gated only", homes[0].shape[1:]
+  gate_MDF, up_MDF = home.projections
+  operation, widths = "gated" if keep_hidden else "gated only", gate_MDF.shape[1:]
   tuning = tunings.find(operation, *widths)
   if (copying := replicas.copying()) is None:
     copies = replicas.copies()
     gated = kernels.gated_matmul(
       rows_CD,
-      *homes,
+      gate_MDF,
+      up_MDF,
       *copies.projections,
       *arguments,
       keep_hidden=keep_hidden,
@@ -113,7 +114,8 @@ def _gated_kernel(
     gated, leaves = kernels.gated_beside(
       copying,
       rows_CD,
-      *homes,
+      gate_MDF,
+      up_MDF,
       *arguments,
       keep_hidden=keep_hidden,
       tuning=tunings.find(f"{operation} beside", *widths),

@@ -300,6 +300,8 @@ def _combine(out: experts.ExpertOutput, this: _Round) -> Array:
 
 def _round_sizes(static: Static, routing: Routing, index: Array | int) -> Array:
   """Rows of each slot on this rank that fall into a round."""
+  if routing.rounds is None:
+    return routing.routes.group_size_P
   end_P = jnp.cumsum(routing.routes.group_size_P, dtype=jnp.int32)
   first = index * static.capacity
   inside_P = jnp.clip(end_P - first, 0, static.capacity)

@@ -1,0 +1,88 @@
+"""A layer on many virtual devices, forward and all gradients, against a dense one.
+
+Arguments: coordinator's port, number of processes, this process, then ``ranks:domain`` of each
+case, where a domain of ``auto`` is a process's devices. Prints a JSON object for each case.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ultraep_jax as uep
+
+TOKENS, TOP_K, WIDTH, INNER, PER_RANK, SLOTS = 24, 8, 32, 16, 4, 2
+
+
+def main() -> None:
+  port, processes, process, *cases = sys.argv[1:]
+  if int(processes) > 1:
+    jax.distributed.initialize(
+      f"localhost:{port}", int(processes), int(process), heartbeat_timeout_seconds=10
+    )
+  for case in cases:
+    ranks, domain = case.split(":")
+    print(json.dumps(run(int(ranks), domain if domain == "auto" else int(domain))), flush=True)
+
+
+def run(ranks: int, domain: int | str) -> dict[str, float]:
+  mesh = jax.make_mesh(
+    (ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
+  )
+  by_rank, experts, rng = (
+    NamedSharding(mesh, P("expert")),
+    PER_RANK * ranks,
+    np.random.default_rng(0),
+  )
+
+  def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+    return (scale * rng.normal(size=shape)).astype(np.float32)
+
+  def put(value: np.ndarray) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, by_rank, lambda index: value[index])
+
+  load_GE = uep.testing.zipf_loads(0, experts, ranks, TOKENS, TOP_K, 4.0)
+  index = uep.testing.expert_indices(0, load_GE, TOP_K).reshape(-1, TOP_K).astype(np.int32)
+  weights = uep.ExpertWeights(
+    normal(experts, WIDTH, INNER, scale=WIDTH**-0.5),
+    normal(experts, WIDTH, INNER, scale=WIDTH**-0.5),
+    normal(experts, INNER, WIDTH, scale=INNER**-0.5),
+  )
+  x, cotangent = normal(len(index), WIDTH), normal(len(index), WIDTH)
+  gate = rng.random(index.shape).astype(np.float32)
+  config = uep.BalanceConfig(
+    replica_slots=SLOTS, objective="balance", domain_size=domain, worst_case_bytes=0
+  )
+
+  def balanced(x, gate, weights, index):
+    y, stats = uep.sharded_moe(x, index, gate, weights, config=config)
+    return y, stats.scalars()
+
+  def dense(x, gate, weights, index):
+    return uep.testing.dense_moe(x, index, gate, weights), {}
+
+  def differentiated(layer):
+    def loss(x, gate, weights, index, cotangent):
+      y, aux = layer(x, gate, weights, index)
+      return jnp.sum(y * cotangent), (y, aux)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+  arguments = x, gate, weights, index, cotangent
+  (_, (expected_y, _)), expected_grads = jax.device_get(differentiated(dense)(*arguments))
+  with jax.set_mesh(mesh):
+    (_, (y, scalars)), grads = differentiated(balanced)(*jax.tree.map(put, arguments))
+  got = multihost_utils.process_allgather((y, grads), tiled=True)
+  errors = jax.tree.map(
+    lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b)), got, (expected_y, expected_grads)
+  )
+  return {"error": max(jax.tree.leaves(errors))} | {k: float(v) for k, v in scalars.items()}
+
+
+if __name__ == "__main__":
+  main()
