@@ -47,6 +47,26 @@ def test_what_is_not_said_is_scaled_by_data_sheets():
   assert fact.kind == "derived" and "h200: docs/lab/kernels.md, Replication" in fact.source
 
 
+@pytest.mark.parametrize("name", ["h100", "h20", "gb300"])
+def test_every_fact_and_rate_is_scaled_as_its_unit_says(name):
+  said = json.loads((FOLDER / f"{name}.json").read_text())
+  assert said["like"] == "h200" and not {"matmuls", "portable"} & set(said)
+  device = Device.load(name)
+  peak, link = (device[sheet] / H200[sheet] for sheet in ("peak", "link_rate"))
+  over_links = {"dispatch_rate", "combine_rate", "copy_rate", "reduce_rate"}
+  for one, other in ((device, H200), (device.portable, H200.portable)):
+    for fact, (unit, _) in facts.FACTS.items():
+      if fact in said["facts"]:
+        assert one[fact] == said["facts"][fact]["value"]
+        continue
+      ratio = peak if unit == "FLOP/s" else link if fact in over_links else 1
+      assert one[fact] == pytest.approx(ratio * other[fact]), fact
+    for mine, theirs in zip(one.matmuls, other.matmuls, strict=True):
+      assert mine.widths == theirs.widths
+      assert mine.forward == pytest.approx(peak * theirs.forward)
+      assert mine.backward == pytest.approx(peak * theirs.backward)
+
+
 def test_the_portable_layer_shares_what_it_does_not_say():
   assert H200.portable["memory_rate"] == H200["memory_rate"]
   assert H200.portable["matmul_tile"] == 1024 and H200["matmul_tile"] == 128
@@ -88,6 +108,8 @@ def test_a_shape_is_near_what_the_others_say(left_out):
     ("NVIDIA H100 PCIe", "h100_pcie"),
     ("NVIDIA H20", "h20"),
     ("NVIDIA H20-3e", "h20"),
+    ("NVIDIA H205", None),  # another part, not an H20
+    ("NVIDIA GB2000", None),
     ("NVIDIA GB200", "gb200"),
     ("NVIDIA A100-SXM4-80GB", None),
     ("cpu", None),

@@ -27,6 +27,7 @@ def index_LGRTK():
   index = [uep.testing.expert_indices(seed, loads[seed], TOP_K) for seed in seeds]
   index = np.stack(index).reshape(LAYERS, GROUPS, RANKS, TOKENS, TOP_K)
   index[0, 0, 0, 0] = [-1, EXPERTS]
+  index[1, 0, 2, 3] = [-2, np.iinfo(np.int32).min]
   return index
 
 
@@ -82,7 +83,7 @@ def test_what_a_layer_measured(measured, index_LGRTK):
     np.testing.assert_array_equal(one.replica_load_GS, group_size_GP[:, EXPERTS // RANKS :])
     assert one.replicas == (one.replica_expert_GS >= 0).sum()
     assert (one.replicas > 0) == (config.replica_slots > 0)
-  assert stats.masked.tolist() == stats.invalid.tolist() == [[1, 0], [0, 0]]
+  assert stats.masked.tolist() == [[1, 0], [0, 0]] and stats.invalid.tolist() == [[1, 0], [2, 0]]
 
 
 def test_statistics_of_a_scan_afterwards(measured):

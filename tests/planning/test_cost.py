@@ -53,10 +53,24 @@ def test_copies_alone_cost_all_of_their_time():
   half = H200.replace("test", copy_exposed_forward=0.5)
   assert costs.copy_seconds(half, 35_000_000) == pytest.approx(0.5e-4)
   # In float32 experts are multiplied in plain JAX, and no kernel hides their copies.
-  kernels, portable = (cost_on(H200, F32, experts(4096, 1536), 1, moving=m) for m in (True, False))
+  kernels, portable = (cost_on(half, F32, experts(4096, 1536), 1, moving=m) for m in (True, False))
   size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
   assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + 512)
   assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + 512)
+
+
+@pytest.mark.parametrize("direction, work", [("forward", 1), ("backward", 2)])
+def test_a_slot_is_half_a_tile_and_its_weights(direction, work):
+  """Backward multiplies twice as much, reads the weights and writes their gradients."""
+  device = H200.replace("test", matmul_tile=64.0, weights_exposed=0.25)
+  for matrices in (2, 3):
+    size = matrices * 2048 * 1024
+    row = work * 2 * size / device.matmul_rate(2048, 1024, backward=work == 2)
+    reading = 0.25 * work * 2 * size / device["memory_rate"]
+    shape = 2048, 1024, direction, matrices
+    assert costs.row_seconds(device, *shape) == pytest.approx(row)
+    assert costs.reading_seconds(device, *shape) == pytest.approx(reading)
+    assert costs.slot_seconds(device, *shape) == pytest.approx(32 * row + reading)
 
 
 def test_the_config_decides():

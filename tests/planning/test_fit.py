@@ -1,5 +1,6 @@
 """Whether no load can need a second round: the slots that suffice, and what is concluded."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan as planner
 from ultraep_jax.planning.exact import construct, slots_that_suffice
-from ultraep_jax.planning.fit import always_fits
+from ultraep_jax.planning.fit import always_fits, num_slots
 from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.types import PlanCost
 
@@ -89,6 +90,14 @@ def random_loads(count, ranks, home, seed):
   load_NRM = np.where(idle_NR1, rng.integers(0, 2, shape), rng.integers(0, most_N11, shape))
   load_NRM[0], load_NRM[0, 0] = ranks, 0
   return load_NRM.astype(np.int32)
+
+
+@pytest.mark.parametrize("domain", [None, 1, 2, 4, 8])
+def test_slots_are_those_of_a_domain(domain):
+  """The more of its experts the others of a domain must take, the more ranks there are."""
+  config = BalanceConfig(domain_size=domain)
+  assert num_slots(config, 128, 8) == {1: 0, 2: 8, 4: 12}.get(domain, 14)
+  assert num_slots(dataclasses.replace(config, replica_slots=3), 128, 8) == 3
 
 
 @pytest.mark.parametrize("ranks, home", [(2, 7), (4, 8), (5, 3)])
@@ -169,6 +178,7 @@ SIZES = {"num_experts": 64, "num_ranks": 4, "assignments": 1000, "capacity": 106
     ({}, {"capacity": 1000}, True),
     ({"target": 1.5}, {}, True),  # by time what fits goes first
     ({"target": 1.064, "objective": "balance"}, {}, True),
+    ({"target": 1.0645, "objective": "balance"}, {}, False),
     ({"target": 1.065, "objective": "balance"}, {}, False),
     ({"replica_slots": 0}, {"num_ranks": 1}, True),
   ],

@@ -56,7 +56,7 @@ class LayerCost(NamedTuple):
       return True
     domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
-    spared = most - -(-most // domain)
+    spared = most - most // domain
     if spared and most > int(self.plan.capacity_rows):
       return True  # a plan that fits one round is taken before any other
     return spared > int(self.plan.copy_rows) + self.fixed_rows

@@ -1,0 +1,117 @@
+"""What a layer settles from its sizes alone: slots within memory, whether it plans, one round."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.devices.device import Device
+from ultraep_jax.planning.plan import home_quota, plan_quotas
+from ultraep_jax.planning.sizes import settle
+from ultraep_jax.types import ExpertWeights
+
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
+H200 = Device.load("h200")
+BF16 = jnp.dtype(jnp.bfloat16)
+WIDTH, INNER = 64, 32
+
+
+def experts(num):
+  def shape(*sizes):
+    return jax.ShapeDtypeStruct((num, *sizes), jnp.float32)  # parameters, cast in the layer
+
+  return ExpertWeights(shape(WIDTH, INNER), shape(WIDTH, INNER), shape(INNER, WIDTH))
+
+
+def settled(config, *, tokens=16, top_k=2, ranks=4, home=8, dtype=BF16):
+  return settle(
+    config, tokens=tokens, top_k=top_k, num_ranks=ranks, dtype=dtype, weights=experts(home)
+  )
+
+
+# --- slots -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("fit", [0, 1, 3, 5, 6, 40])
+def test_copies_and_their_gradients_take_an_eighth_of_the_memory(fit, dtype):
+  """One byte less than for the next slot; one slot there always is, and no more than suffice."""
+  dtype = jnp.dtype(dtype)
+  slot = 3 * WIDTH * INNER * (dtype.itemsize + 4)  # the copy, and a float32 gradient
+  device = H200.replace("test", memory_bytes=8 * (slot * (fit + 1) - 1))
+  found = settled(BalanceConfig(device=device), dtype=dtype).config.replica_slots
+  assert found == min(max(fit, 1), 6)  # of 8 experts the others can have to take 6
+
+
+def test_slots_that_are_asked_for_are_there():
+  small = H200.replace("test", memory_bytes=1.0)
+  for strategy in ("exact", "eplb+", lambda *_: None):
+    config = BalanceConfig(device=small, strategy=strategy, objective="balance")
+    assert settled(config).config.replica_slots == 6
+  assert settled(BalanceConfig(device=small, replica_slots=5)).config.replica_slots == 5
+  assert settled(BalanceConfig()).config.replica_slots == 6  # of a CPU nothing is known
+
+
+# --- plans and rounds ------------------------------------------------------------------------
+
+
+def test_only_the_planner_that_weighs_costs_leaves_a_layer_alone():
+  """Nothing of these few tokens is worth a copy on H200; other planners were asked for."""
+  for strategy in ("quota", "exact", "eplb+", lambda *_: None):
+    config = BalanceConfig(device=H200, strategy=strategy)
+    assert settled(config).plans == (strategy != "quota")
+    assert not settled(dataclasses.replace(config, domain_size=1)).plans
+    assert not settled(config, ranks=1).plans
+  assert settled(BalanceConfig(device=H200, objective="balance")).plans
+  assert settled(BalanceConfig()).plans
+
+
+def loads(ranks, home, assignments, rng):
+  """``[L, G, E]``: what choices can bring that need not be of distinct experts."""
+  experts = ranks * home
+  cases = [np.eye(experts)[expert] for expert in (0, home, experts - 1)]
+  cases += [np.eye(experts)[:home].mean(axis=0), np.full(experts, 1 / experts)]
+  cases += [rng.dirichlet(np.full(experts, 0.1)) for _ in range(6)]
+  drawn = [rng.multinomial(assignments, chance, ranks) for chance in cases]
+  return np.stack(drawn).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+  ("options", "promised"),
+  [
+    ({}, True),
+    ({"device": H200}, False),  # too few tokens to be worth a plan
+    ({"device": H200, "objective": "balance"}, True),
+    ({"replica_slots": 1}, False),
+    ({"domain_size": 2}, False),
+    ({"domain_size": 1}, False),
+    ({"strategy": "none"}, False),
+    ({"objective": "balance", "target": 1.2}, True),
+    ({"objective": "balance", "target": 1.4}, False),
+    ({"min_tokens_per_replica": 3}, False),
+    ({"worst_case_bytes": 64 << 20, "strategy": "none"}, True),
+  ],
+  ids=str,
+)
+def test_one_round_is_promised_where_every_load_fits(options, promised):
+  """Also if a token names one expert twice, of which no plan is made where nothing can gain."""
+  ranks, home, tokens, top_k = 4, 4, 15, 2
+  config = BalanceConfig(**{"worst_case_bytes": 0, "implementation": "portable", **options})
+  found = settled(config, tokens=tokens, top_k=top_k, ranks=ranks, home=home)
+  plans = found.plans and config.strategy == "quota"
+
+  @jax.jit
+  def busiest(load_GE):
+    quota = plan_quotas(load_GE, found.config, found.cost).quota if plans else home_quota(load_GE)
+    return jnp.max(jnp.sum(quota, axis=0))
+
+  load_LGE = loads(ranks, home, tokens * top_k, np.random.default_rng(0))
+  most = max(int(busiest(load_GE)) for load_GE in load_LGE)
+  assert found.one_round == promised
+  # Of too few slots, and of copies that serve too few, these loads are not the worst.
+  cautious = {"replica_slots", "min_tokens_per_replica"} & set(options)
+  assert cautious or (most <= found.capacity) == promised
