@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from pallas_kernels.matmul.gated import Gated, gated_beside, gated_matmul
+  from pallas_kernels.matmul.gated import Gated, Projections, gated_beside, gated_matmul
   from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
   from pallas_kernels.matmul.layout import UNIT, MatmulTuning, Tile, choose_tile, make_room
   from pallas_kernels.matmul.row_tiles import short_comes_last
@@ -41,6 +41,7 @@ __all__ = [
   "ExchangeTuning",
   "Gated",
   "MatmulTuning",
+  "Projections",
   "RoutingTuning",
   "Tile",
   "Transfer",
@@ -74,7 +75,7 @@ __all__ = [
   "why_unsupported",
 ]
 _MODULES = {
-  "matmul.gated": ("Gated", "gated_beside", "gated_matmul"),
+  "matmul.gated": ("Gated", "Projections", "gated_beside", "gated_matmul"),
   "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
   "matmul.layout": ("UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
   "matmul.row_tiles": ("short_comes_last",),

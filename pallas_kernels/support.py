@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 Array = jax.Array
+AxisName = str | tuple[str, ...]  # of a mesh, or of several as one, the first one slowest
 
 _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
@@ -161,7 +162,7 @@ def check_instructions(kernel_name: str, generations: Sequence[int]) -> None:
     raise NotImplementedError(f"{kernel_name}: {reason}")
 
 
-def check_mesh(axis_name: str) -> None:
+def check_mesh(axis_name: AxisName) -> None:
   """Checks that the enclosing ``shard_map`` is one that remote references work in.
 
   Raises:

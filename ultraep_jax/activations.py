@@ -86,6 +86,23 @@ def squared_relu(x: Array) -> Array:
   return jnp.square(jax.nn.relu(x))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Product:
+  """``act(gate) * up``."""
+
+  activation: Callable[[Array], Array]
+
+  def __call__(self, gate: Array, up: Array) -> Array:
+    return self.activation(gate) * up
+
+
+def unit(activation: Activation, layout: Layout) -> Callable[..., Array]:
+  """The function of as many arrays as experts have projections; equal for equal activations."""
+  if layout is Layout.UNGATED or isinstance(activation, GatedUnit):
+    return activation
+  return _Product(activation)
+
+
 def inner(hidden: Sequence[Array], layout: Layout, activation: Activation) -> Array:
   """What the rows are between the matrices of their experts.
 

@@ -17,10 +17,10 @@ from ultraep_jax.activations import Activation
 from ultraep_jax.checks import check_config, check_divides
 from ultraep_jax.config import BalanceConfig, Implementation, check_choice, check_int
 from ultraep_jax.gating import Gating, GatingConfig
-from ultraep_jax.mesh import is_explicit, resolve_token_axes, shard
+from ultraep_jax.mesh import axis_size, check_axis_name, is_explicit, resolve_token_axes, shard
 from ultraep_jax.sharded import measured_sharded_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Array, ExpertWeights, LayerStats, Layout
+from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats, Layout
 
 Initializer = jax.nn.initializers.Initializer
 ROUTER = ("router", "router_bias")  # always float32
@@ -35,7 +35,7 @@ class Block(NamedTuple):
   config: BalanceConfig
   activation: Activation
   dtype: DTypeLike | None
-  axis_name: str
+  axis_name: AxisName
   token_axes: tuple[str, ...] | None
   layout: Layout = Layout.APART
 
@@ -323,7 +323,7 @@ def init_param(
   shape: tuple[int, ...],
   kernel_init: Initializer,
   param_dtype: DTypeLike,
-  axis_name: str,
+  axis_name: AxisName,
 ) -> Array:
   """One ``[in, out]`` matrix, or one per expert over ``axis_name``; of the router in float32.
 
@@ -339,27 +339,25 @@ def init_param(
   return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(key_E)
 
 
-def param_axes(name: str, shape: tuple[int, ...], axis_name: str) -> tuple[str | None, ...]:
+def param_axes(
+  name: str, shape: tuple[int, ...], axis_name: AxisName
+) -> tuple[AxisName | None, ...]:
   """Mesh axes of a parameter: experts over ``axis_name``, all else replicated."""
   first = axis_name if name in ExpertWeights._fields else None
   return (first, *[None] * (len(shape) - 1))
 
 
-def check_mesh(axis_name: str, num_experts: int) -> None:
+def check_mesh(axis_name: AxisName, num_experts: int) -> None:
   """Checks that the mesh in context can hold the experts.
 
   Raises:
     ValueError: it has no axis ``axis_name``, or the axis does not divide the experts.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if axis_name not in mesh.axis_names:
+  check_axis_name(mesh, axis_name)
+  if num_experts % (num_ranks := axis_size(mesh, axis_name)):
     raise ValueError(
-      f"mesh: expected a mesh with axis {axis_name!r} in context, got axes {mesh.axis_names}; "
-      f"on one device: jax.set_mesh(jax.make_mesh((1,), ({axis_name!r},)))"
-    )
-  if num_experts % mesh.shape[axis_name]:
-    raise ValueError(
-      f"num_experts: expected a multiple of the {mesh.shape[axis_name]} ranks of mesh axis "
+      f"num_experts: expected a multiple of the {num_ranks} ranks of mesh axis "
       f"{axis_name!r}, got {num_experts}"
     )
 

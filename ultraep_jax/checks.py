@@ -1,7 +1,9 @@
 """Checks of a layer's arguments at trace time; every error says what was expected and got."""
 
+import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,8 +13,8 @@ from jax.core import Tracer
 
 from ultraep_jax.activations import GatedUnit
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.mesh import Mesh
-from ultraep_jax.types import Array, ExpertWeights, Layout, Plan
+from ultraep_jax.mesh import Mesh, axis_size
+from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout, Plan
 
 
 def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) -> None:
@@ -122,7 +124,7 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   if gated and layout is Layout.UNGATED:
     raise TypeError("activation: expected a function of one argument (ungated), got a GatedUnit")
   arguments = [jax.ShapeDtypeStruct(shape, jnp.float32 if gated else dtype)] * (2 if gated else 1)
-  _check_arity(function, gated, len(arguments))
+  _check_arity(function, gated)
   traced, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
   for value in traced.consts:
     if isinstance(value, Tracer):
@@ -133,18 +135,28 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   check_array("activation's result", out, shape, jnp.floating)
 
 
-def _check_arity(function: Any, gated: bool, count: int) -> None:
+def _check_arity(function: Any, gated: bool) -> None:
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):
     return  # of some builtins nothing is known before they are called
+  takes = [_takes(signature, count) for count in (1, 2)]
+  of_any = any(x.kind is x.VAR_POSITIONAL for x in signature.parameters.values())
+  # Where the second argument may be left out, it is no projection: ``gelu(x, approximate=True)``.
+  if of_any or (takes[1] and not takes[0] if gated else takes[0]):
+    return
+  expected = "a GatedUnit of a function of (gate, up)" if gated else "a function of one argument"
+  advice = "" if gated else "; ultraep_jax.GatedUnit(function) makes one of (gate, up)"
+  name = getattr(function, "__name__", type(function).__name__)
+  raise TypeError(f"activation: expected {expected}, got {name}{signature}{advice}")
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
   try:
     signature.bind(*range(count))
-  except TypeError as error:
-    expected = "a GatedUnit of a function of (gate, up)" if gated else "a function of one argument"
-    advice = "" if gated else "; ultraep_jax.GatedUnit(function) makes one of (gate, up)"
-    name = getattr(function, "__name__", type(function).__name__)
-    raise TypeError(f"activation: expected {expected}, got {name}{signature}{advice}") from error
+  except TypeError:
+    return False
+  return True
 
 
 def check_layer(
@@ -155,7 +167,7 @@ def check_layer(
   activation: Any,
   config: BalanceConfig,
   mesh: Mesh,
-  axis_name: str,
+  axis_name: AxisName,
   token_axes: tuple[str, ...] | None,
 ) -> None:
   """Checks the arguments of ``sharded_moe``, or without ``token_axes`` of ``moe``, all at once.
@@ -175,11 +187,42 @@ def check_layer(
   check_array("gate", gate, expert_index.shape, jnp.floating)
   check_weights(weights, "M" if local else "E", x.shape[-1])
   check_activation(activation, weights.layout, (8, weights.wo.shape[1]), x.dtype)
-  num_ranks = mesh.shape[axis_name]
+  num_ranks = axis_size(mesh, axis_name)
   tokens = math.prod(x.shape[:-1]) // (1 if local else check_divides(x, mesh, token_axes))
   num_experts = weights.wo.shape[0] * (num_ranks if local else 1)
   check_sizes(tokens, expert_index.shape[-1], num_experts, num_ranks, config)
   check_expert_index(expert_index, num_experts)
+
+
+def check_inner_axis(
+  weights: ExpertWeights, mesh: Mesh, inner_axis: str, token_axes: tuple[str, ...]
+) -> None:
+  """Raises ValueError unless F can be divided over a mesh axis that no token is divided over."""
+  others = tuple(axis for axis in mesh.axis_names if axis not in token_axes)
+  if inner_axis not in others:
+    raise ValueError(
+      f"inner_axis: expected a mesh axis of {others}, those without tokens, got {inner_axis!r}"
+    )
+  if weights.layout is Layout.FUSED:
+    raise ValueError(
+      "weights.layout: expected one whose columns can be divided (apart, interleaved or ungated) "
+      f"with inner_axis={inner_axis!r}, got fused"
+    )
+  if weights.wo.shape[1] % mesh.shape[inner_axis]:
+    raise ValueError(
+      f"weights.wo: expected F divisible by {mesh.shape[inner_axis]} (mesh axis {inner_axis!r}), "
+      f"got {weights.wo.shape[1]}"
+    )
+
+
+@contextlib.contextmanager
+def arguments_of(function: str) -> Iterator[None]:
+  """Notes on errors whose arguments they are about."""
+  try:
+    yield
+  except (TypeError, ValueError) as error:
+    error.add_note(f"(an argument of {function})")
+    raise
 
 
 def check_divides(x: Array, mesh: Mesh, token_axes: tuple[str, ...]) -> int:

@@ -1,5 +1,7 @@
 """A Flax Linen module over ``sharded_moe``, equal to ``ultraep_jax.nnx.MoE``."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -22,7 +24,7 @@ from ultraep_jax.block import (
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
 from ultraep_jax.mesh import shard
-from ultraep_jax.types import Array, Layout
+from ultraep_jax.types import Array, AxisName, Layout
 
 
 class MoE(nn.Module):
@@ -56,7 +58,7 @@ class MoE(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   kernel_init: Initializer = DEFAULT_INIT
-  axis_name: str = "expert"
+  axis_name: AxisName = "expert"
   token_axes: tuple[str, ...] | None = None
   layout: str = "apart"
   use_bias: bool = False
@@ -126,7 +128,9 @@ class MoE(nn.Module):
     return shard(jnp.zeros(self.gating.num_experts, jnp.float32), P(None))
 
   def _param(self, name: str, shape: tuple[int, ...]) -> Array:
-    axes = param_axes(name, shape, self.axis_name)
+    axes: Any = param_axes(
+      name, shape, self.axis_name
+    )  # a type that Flax takes and does not declare
 
     def init(key: Array) -> Array:
       value = init_param(name, key, shape, self.kernel_init, self.param_dtype, self.axis_name)

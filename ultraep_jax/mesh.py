@@ -1,14 +1,38 @@
 """Mesh axes: which tokens are on, Explicit ones, what varies over manual ones, agreement."""
 
+import importlib
+import math
+import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, AxisName
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def axes_of(axis_name: AxisName) -> tuple[str, ...]:
+  """The mesh axes that make up one."""
+  return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def axis_size(mesh: Mesh, axis_name: AxisName) -> int:
+  """Ranks along an axis, or along several as one."""
+  return math.prod(mesh.shape[axis] for axis in axes_of(axis_name))
+
+
+def legacy_mesh() -> jax.sharding.Mesh | None:
+  """The mesh of an enclosing ``with mesh:``, which JAX deprecates, where none is in context."""
+  if not jax.sharding.get_abstract_mesh().empty:
+    return None
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    resources = getattr(importlib.import_module("jax.interpreters.pxla"), "thread_resources", None)
+  mesh = None if resources is None else resources.env.physical_mesh
+  return None if mesh is None or mesh.empty else mesh
 
 
 def is_explicit() -> bool:
@@ -24,32 +48,45 @@ def shard(value: Array, spec: PartitionSpec) -> Array:
 
 
 def resolve_token_axes(
-  mesh: Mesh, axis_name: str, token_axes: Sequence[str] | None
+  mesh: Mesh, axis_name: AxisName, token_axes: Sequence[str] | None
 ) -> tuple[str, ...]:
   """The mesh axes of tokens, ``None`` resolved.
 
   Raises:
     ValueError: the mesh does not have the axes, or other kinds of axes than all Auto or Explicit.
   """
-  if axis_name not in mesh.axis_names:
-    raise ValueError(
-      f"axis_name: expected an axis of the mesh, {mesh.axis_names}, got {axis_name!r}; set one "
-      'with jax.set_mesh(jax.make_mesh((ranks,), ("expert",)))'
-    )
+  check_axis_name(mesh, axis_name)
   if AxisType.Manual in mesh.axis_types:
     raise ValueError(
       f"mesh: expected no manual axis, got {mesh}; inside shard_map call ultraep_jax.moe"
     )
   if len(set(mesh.axis_types)) > 1:
     raise ValueError(f"mesh: expected all axes Auto or all Explicit, got {mesh}")
+  axes = axes_of(axis_name)
   if token_axes is None:
-    token_axes = [axis for axis in ("data",) if axis in mesh.axis_names] + [axis_name]
-  if axis_name not in token_axes or not set(token_axes) <= set(mesh.axis_names):
+    token_axes = [axis for axis in ("data",) if axis in mesh.axis_names and axis not in axes]
+    token_axes += axes
+  if not set(axes) <= set(token_axes) <= set(mesh.axis_names):
     raise ValueError(
       f"token_axes: expected axes of {mesh.axis_names} with {axis_name!r} among them, "
       f"got {tuple(token_axes)}"
     )
   return tuple(token_axes)
+
+
+def check_axis_name(mesh: Mesh, axis_name: AxisName) -> None:
+  """Raises ValueError unless the mesh has the experts' axis, or the axes, in its own order."""
+  axes = axes_of(axis_name)
+  if mesh.empty:
+    raise ValueError(
+      f"mesh: expected a mesh with axis {axis_name!r} in context (jax.set_mesh) or as mesh=, got "
+      f"none; on one device: jax.set_mesh(jax.make_mesh({(1,) * len(axes)}, {axes}))"
+    )
+  if not axes or axes != tuple(axis for axis in mesh.axis_names if axis in axes):
+    several = "" if len(axes) == 1 else ", or several in this order"
+    raise ValueError(
+      f"axis_name: expected an axis of the mesh, {mesh.axis_names}{several}, got {axis_name!r}"
+    )
 
 
 def varying_axes(*trees: object) -> frozenset[str]:
@@ -77,7 +114,7 @@ def manual_axes() -> tuple[str, ...]:
   return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def mesh_max(value: Array, same_along: str | None = None) -> Array:
+def mesh_max(value: Array, same_along: AxisName = ()) -> Array:
   """The maximum over every rank of every manual axis, the same on all of them.
 
   A loop that communicates must run equally often everywhere: token groups may plan
@@ -88,8 +125,8 @@ def mesh_max(value: Array, same_along: str | None = None) -> Array:
     same_along: an axis along which all have the same value, and need not ask each other. That is
       believed, unless the value is typed as varying along it.
   """
-  known = same_along if same_along not in varying_axes(value) else None
-  axes = tuple(axis for axis in manual_axes() if axis != known)
+  known = frozenset(axes_of(same_along)) - varying_axes(value)
+  axes = tuple(axis for axis in manual_axes() if axis not in known)
   if not axes:
     return value
   # A cast to varying is free; without it pmax refuses values that vary over some axes only.

@@ -8,13 +8,13 @@ from jax import lax
 
 from ultraep_jax import implementation, nodes, stats, strategies
 from ultraep_jax.activations import Activation
-from ultraep_jax.checks import check_layer, check_plan
+from ultraep_jax.checks import arguments_of, check_layer, check_plan
 from ultraep_jax.compute import rounds
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
+from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import load, route, sizes
 from ultraep_jax.planning.cost import copy_bytes
-from ultraep_jax.types import Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second planning.
 PLAN_NAME = "ultraep_plan"
@@ -28,8 +28,9 @@ def moe(
   weights: ExpertWeights,
   *,
   config: BalanceConfig,
-  axis_name: str = "expert",
+  axis_name: AxisName = "expert",
   activation: Activation = jax.nn.silu,
+  inner_axis: str | None = None,
 ) -> tuple[Array, LayerStats]:
   """Runs a balanced MoE layer inside the caller's ``shard_map``.
 
@@ -47,10 +48,13 @@ def moe(
     weights: this rank's ``M = E // G`` home experts, in the parameter dtype; cast to the
       compute dtype inside, so that float32 parameters get float32 gradients.
     config: how to balance.
-    axis_name: the mesh axis that experts are sharded over.
+    axis_name: the mesh axis that experts are sharded over, or a tuple of several, as in a
+      ``PartitionSpec``.
     activation: what is between the matrices, elementwise: a function of the gate projection
       (``act(gate) * up``), or of the one projection of experts that are not gated; or a
       ``GatedUnit`` of both projections. It must not close over traced arrays.
+    inner_axis: a mesh axis along which ranks have the same tokens and parts of F, of ``wo`` its
+      rows and of biases all but ``wo_bias``. Its results are added up.
 
   Returns:
     ``y_TD`` in x's dtype and the statistics of this token group, equal on its ranks.
@@ -60,14 +64,21 @@ def moe(
     TypeError: a dtype is wrong.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if axis_name not in mesh.manual_axes:
+  if not set(axes_of(axis_name)) <= set(mesh.manual_axes):
     raise ValueError(
       f"axis_name: expected a manual axis of the enclosing shard_map, {mesh.manual_axes}, "
       f"got {axis_name!r}"
     )
-  check_layer(
-    x_TD, expert_index_TK, gate_TK, weights, activation, config, mesh, axis_name, token_axes=None
-  )
+  check_axis_name(mesh, axis_name)
+  if inner_axis is not None and inner_axis not in mesh.manual_axes:
+    raise ValueError(
+      f"inner_axis: expected a manual axis of the enclosing shard_map, {mesh.manual_axes}, "
+      f"got {inner_axis!r}"
+    )
+  with arguments_of("ultraep_jax.moe"):
+    check_layer(
+      x_TD, expert_index_TK, gate_TK, weights, activation, config, mesh, axis_name, token_axes=None
+    )
   y_TD, measured = measured_moe(
     x_TD,
     expert_index_TK,
@@ -76,6 +87,7 @@ def moe(
     config=config,
     axis_name=axis_name,
     activation=activation,
+    inner_axis=inner_axis,
   )
   count_GX = lax.all_gather(measured.count_GX, axis_name, tiled=True, to="invarying")
   return y_TD, stats.layer_stats(measured._replace(count_GX=count_GX))
@@ -88,10 +100,15 @@ def measured_moe(
   weights: ExpertWeights,
   *,
   config: BalanceConfig,
-  axis_name: str,
+  axis_name: AxisName,
   activation: Activation,
+  inner_axis: str | None,
 ) -> tuple[Array, stats.Measured]:
   """``moe`` of checked arguments, with what its statistics are made of instead of these."""
+  if inner_axis is not None and weights.wo_bias is not None:  # it counts once
+    first = lax.axis_index(inner_axis) == 0
+    wo_bias = jnp.where(first, weights.wo_bias, jnp.zeros_like(weights.wo_bias))
+    weights = weights._replace(wo_bias=wo_bias)
   num_ranks = lax.axis_size(axis_name)
   num_experts = weights.wo.shape[0] * num_ranks
   expert_index_TK = expert_index_TK.astype(jnp.int32)
@@ -162,6 +179,7 @@ def measured_moe(
     to_varying(weights, axes),
     to_varying(routing, axes),
   )
+  y_TD = y_TD if inner_axis is None else lax.psum(y_TD, inner_axis)
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
   # Statistics have the slots of the configuration, whatever the number of tokens.
   if not plans and strategy.plan is not strategies.none.plan:

@@ -20,7 +20,7 @@ from ultraep_jax.block import (
 )
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
-from ultraep_jax.types import Array, Layout
+from ultraep_jax.types import Array, AxisName, Layout
 
 
 class SelectionBias(nnx.Variable):
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
     kernel_init: Initializer = DEFAULT_INIT,
-    axis_name: str = "expert",
+    axis_name: AxisName = "expert",
     token_axes: tuple[str, ...] | None = None,
     layout: str = "apart",
     use_bias: bool = False,

@@ -17,13 +17,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.mesh import Mesh
-from ultraep_jax.types import Array
+from ultraep_jax.mesh import Mesh, axes_of, axis_size
+from ultraep_jax.types import Array, AxisName
 
 NodeSize = int | Literal["auto"]
 
 
-def settle(config: BalanceConfig, mesh: Mesh, axis_name: str) -> BalanceConfig:
+def settle(config: BalanceConfig, mesh: Mesh, axis_name: AxisName) -> BalanceConfig:
   """The configuration with ``node_size`` and ``domain_size`` as numbers.
 
   Args:
@@ -37,7 +37,7 @@ def settle(config: BalanceConfig, mesh: Mesh, axis_name: str) -> BalanceConfig:
   node_N = number(mesh, config.node_size)
   size = _side_by_side(node_N, mesh, axis_name, _domain(config, mesh, axis_name))
   if config.domain_size != "auto":
-    size = config.domain_of(mesh.shape[axis_name])
+    size = config.domain_of(axis_size(mesh, axis_name))
   return dataclasses.replace(config, node_size=smallest(node_N), domain_size=size)
 
 
@@ -100,7 +100,7 @@ def smallest(node_N: np.ndarray) -> int:
   return math.gcd(*np.unique(node_N, return_counts=True)[1].tolist())
 
 
-def confirm(value: Array, config: BalanceConfig, mesh: Mesh, axis_name: str) -> Array:
+def confirm(value: Array, config: BalanceConfig, mesh: Mesh, axis_name: AxisName) -> Array:
   """The same value. Raises ValueError as it is lowered if the nodes are not as while tracing."""
   if config.node_size != "auto" or mesh.size == 1:
     return value
@@ -109,20 +109,24 @@ def confirm(value: Array, config: BalanceConfig, mesh: Mesh, axis_name: str) -> 
   return _confirmed_p.bind(value, node_N=node_N, axis_name=axis_name, domain_size=domain_size)
 
 
-def _domain(config: BalanceConfig, mesh: Mesh, axis_name: str) -> int | None:
+def _domain(config: BalanceConfig, mesh: Mesh, axis_name: AxisName) -> int | None:
   """The ranks of a domain, if declared."""
-  return None if config.domain_size == "auto" else config.domain_of(mesh.shape[axis_name])
+  return None if config.domain_size == "auto" else config.domain_of(axis_size(mesh, axis_name))
 
 
-def _side_by_side(node_N: np.ndarray, mesh: Mesh, axis_name: str, domain_size: int | None) -> int:
+def _side_by_side(
+  node_N: np.ndarray, mesh: Mesh, axis_name: AxisName, domain_size: int | None
+) -> int:
   """Ranks along the axis that are on one node, side by side; divides all of them.
 
   Raises:
     ValueError: a node has ranks on both sides of another's; or, with ``domain_size``, ranks in
       several domains that other nodes have ranks in, too.
   """
-  axis, sizes = mesh.axis_names.index(axis_name), tuple(mesh.shape.values())
-  lines = np.moveaxis(node_N.reshape(sizes), axis, -1).reshape(-1, sizes[axis])
+  axes = [mesh.axis_names.index(axis) for axis in axes_of(axis_name)]
+  by_axis = node_N.reshape(tuple(mesh.shape.values()))
+  last = range(-len(axes), 0)
+  lines = np.moveaxis(by_axis, axes, tuple(last)).reshape(-1, axis_size(mesh, axis_name))
   runs: list[int] = []
   for line in lines:
     ends = [*(np.flatnonzero(np.diff(line)) + 1).tolist(), len(line)]
@@ -140,7 +144,7 @@ def _shared(node_DR: np.ndarray) -> bool:
   return any(len(nodes) > 1 and nodes & other for nodes, other in zip(domains, others, strict=True))
 
 
-def _interleaved(node_N: np.ndarray, line: np.ndarray, mesh: Mesh, axis_name: str) -> str:
+def _interleaved(node_N: np.ndarray, line: np.ndarray, mesh: Mesh, axis_name: AxisName) -> str:
   message = (
     f"mesh: expected the ranks of each node side by side along {axis_name!r}, got those of nodes "
     f"{line.tolist()}"
@@ -164,7 +168,7 @@ batching.primitive_batchers[_confirmed_p] = lambda values, axes, **params: (
 
 
 def _lower(
-  context: Any, value: Any, *, node_N: tuple[int, ...], axis_name: str, domain_size: int | None
+  context: Any, value: Any, *, node_N: tuple[int, ...], axis_name: AxisName, domain_size: int | None
 ) -> list[Any]:
   mesh = getattr(context.module_context.axis_context, "mesh", None)
   if not isinstance(mesh, jax.sharding.Mesh):

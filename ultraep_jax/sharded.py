@@ -2,18 +2,19 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ultraep_jax import nodes
 from ultraep_jax.activations import Activation
-from ultraep_jax.checks import check_layer
+from ultraep_jax.checks import arguments_of, check_inner_axis, check_layer
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.mesh import resolve_token_axes
+from ultraep_jax.mesh import axes_of, legacy_mesh, resolve_token_axes
 from ultraep_jax.moe import measured_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Array, ExpertWeights, LayerStats
+from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
 
 
 def sharded_moe(
@@ -23,9 +24,10 @@ def sharded_moe(
   weights: ExpertWeights,
   *,
   config: BalanceConfig,
-  axis_name: str = "expert",
+  axis_name: AxisName = "expert",
   token_axes: Sequence[str] | None = None,
   activation: Activation = jax.nn.silu,
+  inner_axis: str | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, LayerStats]:
   """Runs a balanced MoE layer on global arrays, like a dense layer of the same experts.
@@ -42,11 +44,13 @@ def sharded_moe(
     gate: ``[N, ..., K]``, the weights of the choices.
     weights: of all E experts, in any form, sharded over ``axis_name``.
     config: how to balance.
-    axis_name: the mesh axis of the experts.
+    axis_name: the mesh axis of the experts, or a tuple of several.
     token_axes: mesh axes that N is sharded over, the experts' axis among them. ``None``:
       ``"data"``, if the mesh has it, then ``axis_name``. The layer is replicated over others.
     activation: as for ``moe``.
-    mesh: ``None``: the context mesh (``jax.set_mesh``).
+    inner_axis: a mesh axis, none of the tokens', that weights' F is sharded over as well: each of
+      its positions computes all tokens with its part of F, and results are added up.
+    mesh: ``None``: the context mesh (``jax.set_mesh``, or else ``with mesh:``).
 
   Returns:
     ``y`` like ``x``, on Explicit meshes with its sharding, and statistics with a leading axis
@@ -75,6 +79,7 @@ def sharded_moe(
     axis_name=axis_name,
     token_axes=token_axes,
     activation=activation,
+    inner_axis=inner_axis,
     mesh=mesh,
   )
   return y, layer_stats(measured)
@@ -87,18 +92,23 @@ def measured_sharded_moe(
   weights: ExpertWeights,
   *,
   config: BalanceConfig,
-  axis_name: str = "expert",
+  axis_name: AxisName = "expert",
   token_axes: Sequence[str] | None = None,
   activation: Activation = jax.nn.silu,
+  inner_axis: str | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Measured]:
   """``sharded_moe``, with what ``layer_stats`` makes its statistics of.
 
   It has a leading axis of token groups.
   """
+  mesh = legacy_mesh() if mesh is None else mesh
   context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   axes = resolve_token_axes(context, axis_name, token_axes)
-  check_layer(x, expert_index, gate, weights, activation, config, context, axis_name, axes)
+  with arguments_of("ultraep_jax.sharded_moe"):
+    check_layer(x, expert_index, gate, weights, activation, config, context, axis_name, axes)
+    if inner_axis is not None:
+      check_inner_axis(weights, context, inner_axis, axes)
   if mesh is not None:  # its devices are known
     config = nodes.settle(config, mesh, axis_name)
   return _run(
@@ -110,13 +120,15 @@ def measured_sharded_moe(
     axis_name=axis_name,
     token_axes=axes,
     activation=activation,
+    inner_axis=inner_axis,
     mesh=mesh,
   )
 
 
 # Compiled as a whole when called eagerly, as in a notebook.
 @functools.partial(
-  jax.jit, static_argnames=("config", "axis_name", "token_axes", "activation", "mesh")
+  jax.jit,
+  static_argnames=("config", "axis_name", "token_axes", "activation", "inner_axis", "mesh"),
 )
 def _run(
   x: Array,
@@ -125,14 +137,15 @@ def _run(
   weights: ExpertWeights,
   *,
   config: BalanceConfig,
-  axis_name: str,
+  axis_name: AxisName,
   token_axes: tuple[str, ...],
   activation: Activation,
+  inner_axis: str | None,
   mesh: jax.sharding.Mesh | None,
 ) -> tuple[Array, Measured]:
   context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-  by_token, by_expert = PartitionSpec(token_axes), PartitionSpec(axis_name)
-  groups = tuple(axis for axis in token_axes if axis != axis_name) or None
+  by_token, by_expert = PartitionSpec(token_axes), _weight_specs(weights, axis_name, inner_axis)
+  groups = tuple(axis for axis in token_axes if axis not in axes_of(axis_name)) or None
   by_group, by_rank = PartitionSpec(groups), PartitionSpec(groups, axis_name)
 
   def local(
@@ -146,14 +159,17 @@ def _run(
       config=config,
       axis_name=axis_name,
       activation=activation,
+      inner_axis=inner_axis,
     )
     return y_TD.reshape(x.shape), jax.tree.map(lambda leaf: leaf[None], measured)
 
-  def place[T](tree: T, spec: PartitionSpec) -> T:
+  def place[T](tree: T, specs: Any) -> T:
     if AxisType.Explicit not in context.axis_types:
       return tree  # shard_map itself moves arrays of Auto axes
-    sharding = spec if mesh is None else NamedSharding(mesh, spec)
-    return jax.tree.map(lambda leaf: jax.reshard(leaf, sharding), tree)
+    shardings = specs
+    if mesh is not None:
+      shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    return jax.tree.map(jax.reshard, tree, shardings)
 
   y, measured = jax.shard_map(
     local,
@@ -167,3 +183,16 @@ def _run(
     place(weights, by_expert),
   )
   return place(y, jax.typeof(x).sharding.spec), measured
+
+
+def _weight_specs(
+  weights: ExpertWeights, axis_name: AxisName, inner_axis: str | None
+) -> ExpertWeights:
+  """Where the leaves of the weights are on the mesh."""
+  into, bias = PartitionSpec(axis_name, None, inner_axis), PartitionSpec(axis_name, inner_axis)
+  return weights.with_values(
+    cast("Any", [into] * len(weights.projections)),
+    cast("Any", PartitionSpec(axis_name, inner_axis)),
+    cast("Any", [bias] * len(weights.projection_biases)),
+    cast("Any", None if weights.wo_bias is None else PartitionSpec(axis_name)),
+  )

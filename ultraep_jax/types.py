@@ -18,14 +18,17 @@ Array names carry their axes as a suffix, one letter (or word) an axis:
 
 import enum
 import importlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = jax.Array
+AxisName = str | tuple[str, ...]  # of a mesh, or of several as one, the first one slowest
 
 
 @jax.tree_util.register_static
@@ -246,6 +249,45 @@ class LayerStats(NamedTuple):
   replica_expert_GS: Array
   replica_parent_GS: Array
   replica_load_GS: Array
+
+  def flat(self) -> Array:
+    """All of it as one int32 vector ``[..., n]``, for what carries one array more easily than many.
+
+    Leading axes, of token groups or layers, stay. n depends on G, E and S alone: ``G (E + 3) + E +
+    3 G S + 7``. ``replica_bytes`` keeps its bits.
+    """
+    lead = self.rounds.shape
+    bits = self._replace(replica_bytes=lax.bitcast_convert_type(self.replica_bytes, jnp.int32))
+    return jnp.concatenate([leaf.reshape(*lead, -1) for leaf in bits], axis=-1)
+
+  @classmethod
+  def unflatten(cls, flat: Array, num_ranks: int, num_experts: int) -> "LayerStats":
+    """The statistics that ``flat`` made a vector of.
+
+    Args:
+      flat: ``[..., n]`` int32.
+      num_ranks: G.
+      num_experts: E.
+
+    Raises:
+      ValueError: no statistics of so many ranks and experts have that length.
+    """
+    least = num_ranks * (num_experts + 3) + num_experts + 7
+    slots, rest = divmod(flat.shape[-1] - least, 3 * num_ranks)
+    if rest or slots < 0:
+      raise ValueError(
+        f"flat: expected {least} + {3 * num_ranks} * slots values for {num_ranks} ranks and "
+        f"{num_experts} experts, got {flat.shape[-1]}"
+      )
+    sizes = {"load_GE": (num_ranks, num_experts), "expert_load_E": (num_experts,)}
+    sizes |= dict.fromkeys(("load_before_G", "load_planned_G", "load_after_G"), (num_ranks,))
+    slot_names = "replica_expert_GS", "replica_parent_GS", "replica_load_GS"
+    sizes |= dict.fromkeys(slot_names, (num_ranks, slots))
+    shapes = [sizes.get(name, ()) for name in cls._fields]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    parts = jnp.split(flat, ends[:-1], axis=-1)
+    stats = cls(*(p.reshape(*flat.shape[:-1], *s) for p, s in zip(parts, shapes, strict=True)))
+    return stats._replace(replica_bytes=lax.bitcast_convert_type(stats.replica_bytes, jnp.float32))
 
   def __repr__(self) -> str:
     return importlib.import_module("ultraep_jax.show").stats_text(self)

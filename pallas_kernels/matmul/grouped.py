@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.matmul.layout import MatmulTuning
-from pallas_kernels.matmul.rows import Contraction, multiply_rows
+from pallas_kernels.matmul.rows import Contraction, Result, multiply_rows
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
+
+_SUMS = Result(lambda sums: sums, (0,))
 
 
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "tuning"))
@@ -20,6 +23,7 @@ def grouped_matmul(
   group_size_P: Array,
   *,
   transpose_rhs: bool = False,
+  bias: tuple[Array, Array] | None = None,
   tuning: MatmulTuning | None = None,
 ) -> Array:
   """Multiplies each group of rows by the weights of its slot.
@@ -31,6 +35,7 @@ def grouped_matmul(
     replica_SKN: ``[S, K, N]`` bfloat16, likewise; S may be 0.
     group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
     transpose_rhs: multiply by the transposed weights (the gradient to the rows).
+    bias: ``[M, N]`` and ``[S, N]`` bfloat16, added before the sums are rounded.
     tuning: how the kernel is laid out.
 
   Returns:
@@ -41,14 +46,16 @@ def grouped_matmul(
     NotImplementedError: a dtype other than bfloat16, or K or N no multiple of 64.
     ValueError: shapes that do not fit together.
   """
-  return grouped_matmul_sum(
-    [rows_CK],
-    [home_MKN],
-    [replica_SKN],
+  (out_CN,), _ = multiply_rows(
+    [Contraction(rows_CK, (home_MKN,), (replica_SKN,))],
     group_size_P,
     transpose_rhs=transpose_rhs,
+    results=[_SUMS],
+    biases=[] if bias is None else [jnp.concatenate(bias)],
     tuning=tuning,
+    kernel_name="grouped_matmul",
   )
+  return out_CN
 
 
 def grouped_matmul_sum(
@@ -107,7 +114,7 @@ def sum_beside(
     ],
     group_size_P,
     transpose_rhs=transpose_rhs,
-    results=[lambda sums: sums],
+    results=[_SUMS],
     tuning=tuning,
     kernel_name="grouped_matmul",
     beside=transfer,

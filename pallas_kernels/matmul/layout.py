@@ -173,23 +173,26 @@ class Tile:
     return self.strips * self.strip
 
 
-def choose_tile(rows: int, cols: int, operands: int, tuning: MatmulTuning) -> Tile:
+def choose_tile(
+  rows: int, cols: int, operands: int, tuning: MatmulTuning, unit: int = UNIT
+) -> Tile:
   """The tile that computes the result soonest: the tuning's own if the result has room for it.
 
   The last tile along an axis may begin inside the one before, so that none sticks out.
 
   Args:
     rows: of the result, a multiple of 64; or 256 where they come in groups of any size.
-    cols: of the result, a multiple of 64.
+    cols: of the result, a multiple of ``unit``.
     operands: weights that share the tile's columns.
     tuning: whether the warpgroups take turns.
+    unit: of the tile's columns.
   """
 
   def of(rows: int, cols: int) -> Tile:
     return Tile(rows // tuning.strips, cols // operands, tuning.strips)
 
   def fits(tile: Tile) -> bool:
-    return tile.strip <= rows and tile.cols <= min(cols, _WIDEST) and tile.cols % UNIT == 0
+    return tile.strip <= rows and tile.cols <= min(cols, _WIDEST) and tile.cols % unit == 0
 
   def cost(tile: Tile) -> float:
     height, width = (

@@ -3,7 +3,8 @@
 A tile takes its weights from the home or from the replica operand, by its slot: the two are never
 joined. Groups of rows begin anywhere; which rows a tile computes is laid out in a table first.
 One kernel serves one product, a sum of products (``contractions``: their steps follow each other
-into one sum) and two products of the same rows side by side (several weights in a contraction).
+into one sum) and two products of the same rows side by side (several weights in a contraction, or
+one that holds several), of whose sums ``Result`` says what becomes.
 
 Two home slots and one replica slot, which the rows of slot 2 are multiplied by::
 
@@ -32,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout, pipeline
 from pallas_kernels.matmul.layout import DEPTH, UNIT, MatmulTuning, Tile
+from pallas_kernels.matmul.operands import Contraction, Result, biases_by_tile, check
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.matmul.row_tiles import row_tiles
 from pallas_kernels.support import Array
@@ -41,29 +43,15 @@ from pallas_kernels.warp.branches import when
 _MOST_ROWS = 256  # of a tile
 
 
-@dataclasses.dataclass(frozen=True)
-class Contraction:
-  """Rows and what multiplies them.
-
-  Attributes:
-    rows_CK: ``[C, K]``.
-    home: ``[M, K, N]`` each, or ``[M, N, K]``.
-    replica: ``[S, K, N]`` each, or ``[S, N, K]``; S may be 0.
-  """
-
-  rows_CK: Array
-  home: tuple[Array, ...]
-  replica: tuple[Array, ...]
-
-
 def multiply_rows(
   contractions: Sequence[Contraction],
   group_size_P: Array,
   *,
   transpose_rhs: bool,
-  results: Sequence[Callable[..., Any]],
+  results: Sequence[Result],
   tuning: MatmulTuning | None,
   kernel_name: str,
+  biases: Sequence[Array] = (),
   approx_math: bool = False,
   slots: range | None = None,
   into: Sequence[Array] = (),
@@ -75,28 +63,34 @@ def multiply_rows(
     contractions: of the same C, slots, N and number of weights.
     group_size_P: ``[P]`` int32.
     transpose_rhs: the weights are ``[…, N, K]``.
-    results: each elementwise from the rounded sums, as many as a contraction has weights, to a
-      result, all bfloat16.
+    results: the arrays' parts.
     tuning: of the kernel; ``None``: the default, which makes room for what runs beside it.
     kernel_name: in traces.
+    biases: added to the sums in float32, of all these slots, ``[P, N]`` for each array of weights
+      (``[P, split * N]``), or none.
     approx_math: whether ``results`` may use the device's approximations of exp, tanh, ….
     slots: whose weights these are, M + S of the P; ``None``: all. Rows of others are not written.
     into: the results of other slots: these are added to them, in their memory.
     beside: a transfer to run beside the matmul.
 
   Returns:
-    ``[C, N]`` bfloat16 results; rows beyond the sum of the group sizes are not written. And the
-    result of the transfer.
+    The arrays, ``[C, columns]`` bfloat16; rows beyond the sum of the group sizes are not written.
+    And the result of the transfer.
 
   Raises:
     NotImplementedError: shapes or dtypes that the kernel does not know.
     ValueError: shapes that do not fit together.
   """
   slots = range(group_size_P.shape[0]) if slots is None else slots
-  capacity, cols, num_home = _check(contractions, group_size_P, slots, transpose_rhs)
-  weights = len(contractions[0].home)
+  capacity, cols, num_home = check(contractions, group_size_P, slots, transpose_rhs, biases)
+  weights = contractions[0].weights
   tuning = tuning or layout.make_room(beside is not None)
-  tile = layout.choose_tile(_MOST_ROWS, cols, weights, tuning)
+  if biases and weights > 1 and tuning.schedule == "deferred":
+    # Registers do not hold both biases beside the sums of two tiles.
+    tuning = dataclasses.replace(tuning, schedule="together")
+  unit = 2 * UNIT if any(result.pairs for result in results) else UNIT
+  layout.expect_multiple("N", cols, unit)
+  tile = layout.choose_tile(_MOST_ROWS, cols, weights, tuning, unit)
   if -(-cols // tile.cols) % tuning.cluster or capacity < tile.rows:
     tuning = dataclasses.replace(tuning, cluster=1)
   tuning = tuning.placed()
@@ -111,7 +105,8 @@ def multiply_rows(
     )
     for x in contractions
   ]
-  flat_operands, treedef = jax.tree.flatten(operands)
+  bias_PTN = biases_by_tile(biases, cols, tile) if biases else None
+  flat_operands, treedef = jax.tree.flatten((operands, bias_PTN))
   stages = tuning.stages
   stage = (tile.cols, DEPTH) if transpose_rhs else (DEPTH, tile.cols)
 
@@ -124,7 +119,12 @@ def multiply_rows(
       *(pipeline.smem(stages, *stage) for _ in range(weights)),
     ]
 
-  out_type = [jax.typeof(contractions[0].rows_CK).update(shape=(capacity, cols))] * len(results)
+  widths: dict[int, int] = {}
+  for result in results:
+    end = result.first + result.of(cols)
+    widths[result.out] = max(widths.get(result.out, 0), end)
+  like = jax.typeof(contractions[0].rows_CK)
+  out_type = [like.update(shape=(capacity, width)) for _, width in sorted(widths.items())]
   for x, expected in zip(into, out_type, strict=bool(into)):
     layout.expect_shape("into", x, expected.shape)
     layout.expect_bfloat16(into=x)
@@ -133,7 +133,8 @@ def multiply_rows(
       _body,
       treedef=treedef,
       num_home=num_home,
-      num_weights=weights,
+      width=cols,
+      split=contractions[0].split,
       transpose_rhs=transpose_rhs,
       results=results,
       tile=tile,
@@ -153,33 +154,6 @@ def multiply_rows(
   )
 
 
-def _check(
-  contractions: Sequence[Contraction], group_size_P: Array, slots: range, transpose_rhs: bool
-) -> tuple[int, int, int]:
-  """C, N and M of contractions that fit together."""
-  first = contractions[0]
-  capacity, num_home = first.rows_CK.shape[0], first.home[0].shape[0]
-  num_replica = first.replica[0].shape[0]
-  cols = first.home[0].shape[1 if transpose_rhs else 2]
-  for x in contractions:
-    depth = x.rows_CK.shape[1]
-    weights = (cols, depth) if transpose_rhs else (depth, cols)
-    layout.expect_shape("rows_CK", x.rows_CK, (capacity, depth))
-    layout.expect_bfloat16(rows_CK=x.rows_CK)
-    for home, replica in zip(x.home, x.replica, strict=True):
-      layout.expect_shape("home_MKN", home, (num_home, *weights))
-      layout.expect_shape("replica_SKN", replica, (num_replica, *weights))
-      layout.expect_bfloat16(home_MKN=home, replica_SKN=replica)
-    layout.expect_multiple("K", depth, UNIT)
-  all_slots, count = range(group_size_P.shape[0]), num_home + num_replica
-  if slots == all_slots:
-    layout.expect_shape("group_size_P", group_size_P, (count,))
-  elif len(slots) != count or slots != all_slots[slots.start : slots.stop]:
-    raise ValueError(f"slots: expected {count} of {all_slots}, got {slots}")
-  layout.expect_multiple("N", cols, UNIT)
-  return capacity, cols, num_home
-
-
 def _body(
   inputs: Sequence[Any],
   outs: Sequence[Any],
@@ -190,15 +164,16 @@ def _body(
   *,
   treedef: Any,
   num_home: int,
-  num_weights: int,
+  width: int,
+  split: int,
   transpose_rhs: bool,
-  results: Sequence[Callable[..., Any]],
+  results: Sequence[Result],
   tile: Tile,
   tuning: MatmulTuning,
 ) -> None:
-  table, operands = inputs[0], treedef.unflatten(inputs[1:])
+  table, (operands, bias) = inputs[0], treedef.unflatten(inputs[1:])
   (lhs_load, staged, *_), (lhs, staged_store, *rhs) = views
-  capacity, width = outs[0].shape
+  capacity, num_weights = outs[0].shape[0], len(rhs)
   num_cols = -(-width // tile.cols)
   steps_of = [rows.shape[1] // DEPTH for rows, _ in operands]
   num_steps = sum(steps_of)
@@ -243,9 +218,11 @@ def _body(
         source = rows.at[pl.ds(start, loaded_rows), depth]
         target = lhs_load.at[stage, pl.ds(0, loaded_rows)]
         pipeline.load_common_rows(source, target, loaded, tuning)
-        for weight, target in zip(weights, rhs, strict=True):
-          source = weight.at[slot, cols, depth] if transpose_rhs else weight.at[slot, depth, cols]
-          plgpu.copy_gmem_to_smem(source, target.at[stage], loaded)
+        for i, target in enumerate(rhs):
+          weight, part = weights[i // split], i % split
+          columns = pl.ds(part * width + col, tile.cols) if part else cols
+          at = (columns, depth) if transpose_rhs else (depth, columns)
+          plgpu.copy_gmem_to_smem(weight.at[slot, *at], target.at[stage], loaded)
 
       lax.fori_loop(0, count, step, None)
 
@@ -257,9 +234,18 @@ def _body(
       )
       before += count
 
+  def load_bias(slot: Array, col: Array) -> Array:
+    t = lax.div(col + (tile.cols - 1), jnp.int32(tile.cols))
+    by_column = plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.load(bias.at[slot, t], layout=by_column, optimized=False)
+
   def multiply(work: Work, before: Array, owner: Array, pending: Any) -> Any:
     """The rounded sums of this warpgroup's strip."""
-    stored = work.rest[2] - strip * tile.strip
+    slot, _, stored, col = work.rest
+    stored -= strip * tile.strip
+    deferred = tuning.schedule == "deferred"
+    # On its way while the rows are multiplied, where registers have room for it.
+    bias_N = None if bias is None or deferred else load_bias(slot, col)
 
     def run(acc: Any) -> Array:
       def wgmma(size: int, stage: Array) -> None:
@@ -300,19 +286,26 @@ def _body(
 
       return acc[...]
 
-    acc = plgpu.WGMMAAccumulatorRef((tile.strip, num_weights * tile.cols))
-    return pl.run_scoped(run, acc).astype(jnp.bfloat16)
+    shape = tile.strip, num_weights * tile.cols
+    sums = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape))
+    if bias is not None:
+      bias_N = load_bias(slot, col) if bias_N is None else bias_N
+      sums += lax.broadcast_in_dim(bias_N.astype(jnp.float32), shape, (1,))
+    return sums.astype(jnp.bfloat16)
 
   def store_batches(pending: Any) -> list[Callable[[], None]]:
     """Stores as many pieces of 64 × 64 at a time as there are buffers."""
     sums, start, stored, col = pending
     corners = list(itertools.product(range(0, tile.strip, 64), range(0, tile.cols, 64)))
-    pieces = [(i, *corner) for corner in corners for i in range(len(results))]
+    pieces = [(x, r, c) for r, c in corners for x in results if c < x.of(tile.cols)]
 
-    def store(out: Any, r: int, c: int, buffer: int) -> None:
+    def store(result: Result, r: int, c: int, buffer: int) -> None:
+      out, first = outs[result.out], result.first + c
+      first += lax.div(col, jnp.int32(2)) if result.pairs else col
+
       def store_rows(first_row: Array | int, size: int) -> None:
         source = staged_store.at[me, buffer, pl.ds(first_row, size)]
-        target = out.at[pl.ds(start + r + first_row, size), pl.ds(col + c, 64)]
+        target = out.at[pl.ds(start + r + first_row, size), pl.ds(first, 64)]
         plgpu.copy_smem_to_gmem(source, target)
 
       rest = stored - r
@@ -326,14 +319,16 @@ def _body(
           done = rest & (64 - 2 * size)
           when((rest & size) != 0)(functools.partial(store_rows, done, size))
 
-    def store_batch(batch: list[tuple[int, int, int]]) -> None:
+    def store_batch(batch: list[tuple[Result, int, int]]) -> None:
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      for buffer, (i, r, c) in enumerate(batch):
-        starts = range(c, num_weights * tile.cols, tile.cols)
-        staged[me, buffer] = results[i](*(sums[r : r + 64, at : at + 64] for at in starts))
+      for buffer, (result, r, c) in enumerate(batch):
+        starts = [2 * c, 2 * c + 64] if result.pairs else []
+        starts = starts or [weight * tile.cols + c for weight in result.weights]
+        pieces = (sums[r : r + 64, at : at + 64] for at in starts)
+        staged[me, buffer] = result.function(*pieces)
       plgpu.commit_smem()
-      for buffer, (i, r, c) in enumerate(batch):
-        store(outs[i], r, c, buffer)
+      for buffer, piece in enumerate(batch):
+        store(*piece, buffer)
 
     starts = range(0, len(pieces), tuning.buffers)
     return [functools.partial(store_batch, pieces[i : i + tuning.buffers]) for i in starts]

@@ -16,7 +16,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers
 from pallas_kernels.transfer.tuning import ExchangeTuning
 
@@ -74,7 +74,7 @@ def pieces(width: int, most: int) -> list[tuple[int, int]]:
   return [(start, min(most, width - start)) for start in range(0, width, most)]
 
 
-def peer(index: int, axis_name: str) -> Array:
+def peer(index: int, axis_name: AxisName) -> Array:
   """The ``index``-th rank after this one, so that not all ranks begin with the same."""
   num_ranks = lax.axis_size(axis_name)
   return lax.rem(peers.rank(axis_name) + jnp.int32(index), jnp.int32(num_ranks))
@@ -93,7 +93,7 @@ def leads(dest_TK: Array) -> Array:
   return leads_TK
 
 
-def check_assignments(dest_TK: Array, received_GTK: Array, axis_name: str) -> None:
+def check_assignments(dest_TK: Array, received_GTK: Array, axis_name: AxisName) -> None:
   """Raises ValueError unless the shapes and dtypes of a kernel's assignments fit together."""
   expected = (lax.axis_size(axis_name), *dest_TK.shape)
   if dest_TK.ndim != 2 or dest_TK.dtype != jnp.int32:

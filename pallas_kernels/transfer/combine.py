@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
 from pallas_kernels.launch import launch
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal
@@ -37,7 +37,7 @@ def combine(
   dest_TK: Array,
   received_GTK: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Sums every token's rows, weighted by their gates.
@@ -130,7 +130,7 @@ def _kernel(
   parts: list[tuple[int, int]],
   deal: Deal,
   weighted: bool,
-  axis_name: str,
+  axis_name: AxisName,
 ) -> None:
   gate_ref = refs[0] if weighted else None
   y_ref, sums_ref, all_lines, all_gates, all_buffers, all_loaded, all_sent = refs[weighted:]
@@ -267,7 +267,7 @@ def check_sizes(width: int, dtype: Any) -> None:
 
 
 def _check(
-  rows_CD: Array, gate_GTK: Array | None, dest_TK: Array, received_GTK: Array, axis_name: str
+  rows_CD: Array, gate_GTK: Array | None, dest_TK: Array, received_GTK: Array, axis_name: AxisName
 ) -> None:
   support.check_mesh(axis_name)
   chunks.check_assignments(dest_TK, received_GTK, axis_name)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
 from pallas_kernels.launch import launch
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal
@@ -41,7 +41,7 @@ def dispatch(
   received_GTK: Array,
   *,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: ExchangeTuning | None = None,
 ) -> list[Array]:
   """Carries every token to the rows of its assignments, bit for bit.
@@ -93,7 +93,7 @@ def dispatch_scaled(
   *,
   dtype: Any,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Carries tokens in FP8 and multiplies them by their scales on arrival.
@@ -137,7 +137,7 @@ def _launch(
   row_TK: Array,
   received_GTK: Array,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: ExchangeTuning | None,
 ) -> list[Array]:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
@@ -209,7 +209,7 @@ def _kernel(
   scaled: bool,
   deal: Deal,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: ExchangeTuning,
 ) -> None:
   num_arrays = tiles[-1].array + 1
@@ -345,7 +345,7 @@ def _check(
   row_TK: Array,
   received_GTK: Array,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
 ) -> None:
   support.check_mesh(axis_name)
   chunks.check_assignments(dest_TK, received_GTK, axis_name)

@@ -11,26 +11,47 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 
 
-def rank(axis_name: str) -> Array:
+def rank(axis_name: AxisName) -> Array:
   """This rank along the axis."""
-  return jnp.int32(0) if _is_alone(axis_name) else lax.axis_index(axis_name)
+  if _is_alone(axis_name):
+    return jnp.int32(0)
+  first, *others = _axes(axis_name)
+  index = lax.axis_index(first)
+  for axis in others:
+    index = index * lax.axis_size(axis) + lax.axis_index(axis)
+  return index
 
 
-def remote_ref(ref: Any, rank: Array, axis_name: str) -> Any:
+def remote_ref(ref: Any, rank: Array, axis_name: AxisName) -> Any:
   """A result or operand of the kernel in the memory of another rank, to copy to."""
   if _is_alone(axis_name):
     return ref
-  device: Any = {axis_name: rank}  # a type that remote_ref takes and does not declare
+  device: Any = _device(rank, axis_name)  # a type that remote_ref takes and does not declare
   return plgpu.remote_ref(ref, device)
 
 
-def signal(semaphore: Any, rank: Array, axis_name: str) -> None:
+def signal(semaphore: Any, rank: Array, axis_name: AxisName) -> None:
   """Adds one to a semaphore of another rank."""
-  pl.semaphore_signal(semaphore, device_id=None if _is_alone(axis_name) else {axis_name: rank})
+  device = None if _is_alone(axis_name) else _device(rank, axis_name)
+  pl.semaphore_signal(semaphore, device_id=device)
 
 
-def _is_alone(axis_name: str) -> bool:
+def _device(rank: Array, axis_name: AxisName) -> dict[str, Array]:
+  """The position of a rank on the axes."""
+  first, *others = _axes(axis_name)
+  position = {}
+  for axis in reversed(others):
+    position[axis] = lax.rem(rank, jnp.int32(lax.axis_size(axis)))
+    rank = lax.div(rank, jnp.int32(lax.axis_size(axis)))
+  return {first: rank, **position}
+
+
+def _axes(axis_name: AxisName) -> tuple[str, ...]:
+  return (axis_name,) if isinstance(axis_name, str) else axis_name
+
+
+def _is_alone(axis_name: AxisName) -> bool:
   return lax.axis_size(axis_name) == 1

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.tiles import Tiles, Transfer
@@ -35,7 +35,7 @@ def reduce_replicas(
   replica_expert_GS: Array,
   parent_GS: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: TransferTuning | None = None,
 ) -> list[Array]:
   """Adds every replica slot's gradient to its expert's home gradient; adjoint of ``replicate``.
@@ -99,7 +99,7 @@ def reduction(
   replica_expert_GS: Array,
   parent_GS: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: TransferTuning,
 ) -> Transfer | None:
   """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
@@ -213,7 +213,7 @@ def _kernel(
   tiles: Sequence[Tiles],
   num_home: int,
   num_slots: int,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: TransferTuning,
 ) -> None:
   num_arrays = tiles[-1].array + 1
@@ -328,7 +328,7 @@ def _check(
   homes: Sequence[Array],
   replica_expert_GS: Array,
   parent_GS: Array,
-  axis_name: str,
+  axis_name: AxisName,
 ) -> None:
   trees.check("homes", homes, replica_expert_GS, parent_GS, axis_name)
   for name, arrays in (("replicas", replicas), ("homes", homes)):

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.tiles import Tiles, Transfer
@@ -34,7 +34,7 @@ def replicate(
   replica_expert_GS: Array,
   parent_GS: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: TransferTuning | None = None,
   home_rows_G: Array | None = None,
 ) -> list[Array]:
@@ -94,7 +94,7 @@ def replication(
   replica_expert_GS: Array,
   parent_GS: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: TransferTuning,
   home_rows_G: Array | None = None,
 ) -> Transfer | None:
@@ -229,7 +229,7 @@ def _kernel(
   tiles: Sequence[Tiles],
   num_home: int,
   num_slots: int,
-  axis_name: str,
+  axis_name: AxisName,
   tuning: TransferTuning,
 ) -> None:
   work_ref, *home_refs = operand_refs

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import support
-from pallas_kernels.support import Array
+from pallas_kernels.support import Array, AxisName
 
 TURNS = 16  # in which copies are sent; keys of what is to do have place for so many
 
@@ -64,7 +64,7 @@ def _depth(feeder_N: Array, num_ranks: int) -> Array:
 
 
 def check(
-  name: str, homes: Sequence[Array], replica_expert_GS: Array, parent_GS: Array, axis_name: str
+  name: str, homes: Sequence[Array], replica_expert_GS: Array, parent_GS: Array, axis_name: AxisName
 ) -> None:
   """Checks a plan, and the ``[M, ...]`` arrays of the home experts, called ``name``.
 

@@ -70,6 +70,7 @@ def interpreted(races: bool = False) -> Iterator[None]:
 
   # Copies beyond an operand's end give zeros on a GPU; here, what a test sees if it is used.
   params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+  mosaic_interpret.install()  # what kernels inline is interpreted by its twin
   mode = mosaic_interpret.interpreted() if races else plgpu.force_gpu_interpret_mode(params)
   with mock.patch.object(pipeline, "launch", with_one_view), mode:
     yield
@@ -96,10 +97,17 @@ def spans(sizes: Sequence[int]) -> list[slice]:
   return [slice(e - size, e) for e, size in zip(end, sizes, strict=True)]
 
 
-def assert_products(got: jax.Array, rows: jax.Array, weights: jax.Array, sizes: Sequence[int]):
-  """Each group's rows times its weights, rounded once."""
+def assert_products(
+  got: jax.Array,
+  rows: jax.Array,
+  weights: jax.Array,
+  sizes: Sequence[int],
+  bias: jax.Array | None = None,
+):
+  """Each group's rows times its weights, and its bias, rounded once."""
   assert got.shape == (rows.shape[0], weights.shape[2])
   assert got.dtype == jnp.bfloat16
-  rows_32, weights_32 = (np.asarray(x, np.float32) for x in (rows, weights))
-  for span, weight in zip(spans(sizes), weights_32, strict=True):
-    np.testing.assert_array_equal(got[span], (rows_32[span] @ weight).astype(jnp.bfloat16))
+  bias = jnp.zeros(weights.shape[::2], jnp.bfloat16) if bias is None else bias
+  rows_32, weights_32, bias_32 = (np.asarray(x, np.float32) for x in (rows, weights, bias))
+  for span, weight, offset in zip(spans(sizes), weights_32, bias_32, strict=True):
+    np.testing.assert_array_equal(got[span], (rows_32[span] @ weight + offset).astype(jnp.bfloat16))

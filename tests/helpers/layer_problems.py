@@ -20,6 +20,7 @@ from ultraep_jax.planning.relay import transfer_tree
 from ultraep_jax.testing import dense_moe
 
 TOKENS, EXPERTS, WIDTH, INNER = 96, 16, 8, 12
+BIASES = ("into", "out")  # of the projections, and of the matrix out
 MOST_CHOICES = 8  # of the dense reference, which takes fewer as masked
 
 
@@ -58,8 +59,10 @@ def make_problem(
   width: int = WIDTH,
   seed: int = 0,
   dtype: jnp.dtype = jnp.float32,
+  layout: str = "apart",
+  biases: tuple[str, ...] = (),
 ) -> Problem:
-  """``tokens`` and ``experts`` are those of all ranks."""
+  """``tokens`` and ``experts`` are those of all ranks; ``biases`` are of ``BIASES``."""
   rng = np.random.default_rng(seed)
   if load == "balanced":
     index = (np.arange(tokens)[:, None] * top_k + np.arange(top_k)) % experts
@@ -73,15 +76,29 @@ def make_problem(
   def normal(*shape: int, scale: float = 1.0) -> jax.Array:
     return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
-  weights = uep.ExpertWeights(
-    normal(experts, width, INNER, scale=width**-0.5),
-    normal(experts, width, INNER, scale=width**-0.5),
-    normal(experts, INNER, width, scale=INNER**-0.5),
-  )
+  weights = make_weights(normal, experts, width, layout, biases)
   gate = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
   x, cotangent = normal(tokens, width), normal(tokens, width)
   problem = Problem(mesh, x, jnp.asarray(index), gate, weights, cotangent)
   return on_mesh(problem, mesh, P(mesh.axis_names))
+
+
+def make_weights(
+  normal: Callable[..., jax.Array], experts: int, width: int, layout: str, biases: tuple[str, ...]
+) -> uep.ExpertWeights:
+  """Random weights in a form, which of ``BIASES`` among them."""
+  cols = 2 * INNER if layout in ("fused", "interleaved") else INNER
+  count = 2 if layout == "apart" else 1
+  into = [normal(experts, width, cols, scale=width**-0.5) for _ in range(count)]
+  wo = normal(experts, INNER, width, scale=INNER**-0.5)
+  into_bias = [normal(experts, cols) if "into" in biases else None for _ in range(count)]
+  wo_bias = normal(experts, width) if "out" in biases else None
+  if layout == "apart":
+    return uep.ExpertWeights(*into, wo, *into_bias, wo_bias)
+  if layout == "ungated":
+    return uep.ExpertWeights.ungated(*into, wo, *into_bias, wo_bias)
+  interleaved = layout == "interleaved"
+  return uep.ExpertWeights.fused(*into, wo, *into_bias, wo_bias, interleaved=interleaved)
 
 
 def on_mesh(problem: Problem, mesh: jax.sharding.Mesh, by_token: P) -> Problem:
@@ -188,7 +205,7 @@ def repeated(apply: Callable[..., Any], layers: int) -> Callable[..., Any]:
   return scanned
 
 
-def dense(problem: Problem, layers: int | None = None) -> Any:
+def dense(problem: Problem, layers: int | None = None, activation: Any = jax.nn.silu) -> Any:
   """Output and gradients of the dense reference, on one device; of repeated layers if asked."""
   local = jax.device_get(problem)
   top_k = local.gate.shape[1]
@@ -199,14 +216,16 @@ def dense(problem: Problem, layers: int | None = None) -> Any:
     expert_index=np.pad(local.expert_index, more, constant_values=-1),
     gate=np.pad(local.gate, more),
   )
-  y, _, (x_grad, gate_grad, weight_grads) = value_and_grads(_dense_layers(layers), padded)
+  y, _, (x_grad, gate_grad, weight_grads) = value_and_grads(
+    _dense_layers(layers, activation), padded
+  )
   return y, (x_grad, gate_grad[:, :top_k], weight_grads)
 
 
 @functools.cache
-def _dense_layers(layers: int | None) -> Callable[..., Any]:
+def _dense_layers(layers: int | None, activation: Any) -> Callable[..., Any]:
   def apply(*args):
-    return dense_moe(*args), None
+    return dense_moe(*args, activation), None
 
   return repeated(apply, layers) if layers else apply
 

@@ -1,7 +1,7 @@
 """A layer on many virtual devices, forward and all gradients, against a dense one.
 
 Arguments: coordinator's port, number of processes, this process, then ``ranks:domain`` of each
-case, where a domain of ``auto`` is a process's devices. Prints a JSON object for each case.
+case, where a domain of ``auto`` is as JAX tells nodes. Prints a JSON object for each case.
 """
 
 import json

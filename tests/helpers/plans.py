@@ -49,7 +49,7 @@ def check_legal(load_E, plan, config):
   replica_expert, quota, parent = planned(plan)
   experts, ranks = quota.shape
   slots, per_rank = config.replica_slots, experts // ranks
-  domain = config.domain_size or ranks
+  domain = config.domain_of(ranks)
   assert replica_expert.shape == parent.shape == (ranks, slots)
   assert replica_expert.dtype == quota.dtype == parent.dtype == np.int32
   np.testing.assert_array_equal(quota.astype(np.int64).sum(1), load_E)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import support
 from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.gated import gated_beside, gated_matmul
+from pallas_kernels.matmul.gated import Projections, gated_beside, gated_matmul
 from pallas_kernels.matmul.grouped import grouped_matmul_sum, sum_beside
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
 from pallas_kernels.transfer.reduce_replicas import reduction
@@ -27,15 +27,18 @@ def wgrad_and_copies(tuning, plan, rows, grad, sizes, weights):
   return wgrad_beside(copying, rows, grad, sizes, weights.shape[0])
 
 
+def reglu(gate, up):
+  return jax.nn.relu(gate) * up
+
+
 def gated_by_copies(tuning, plan, rows, gate, up, sizes):
   copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
   return gated_beside(
     copying,
     rows,
-    gate,
-    up,
+    Projections((gate, up)),
     sizes,
-    jax.nn.relu,
+    reglu,
     keep_hidden=False,
   )
 
@@ -92,7 +95,7 @@ def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
   tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
   with interpreted(races=True):
     run = on_ranks(gated_by_copies, tuning, (REPLICA, PARENT))
-    (inner, _, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
+    (inner, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
   np.testing.assert_array_equal(copies[0][1], gate[0])
   np.testing.assert_array_equal(copies[1][1], up[0])
   for rank in range(RANKS):
@@ -101,9 +104,9 @@ def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
     with interpreted():
       alone = gated_matmul(
         rows[part],
-        *(gate[mine], up[mine], gate[:1], up[:1]),
+        *(Projections((gate[at], up[at])) for at in (mine, slice(1))),
         sizes[2 * rank : 2 * rank + 2],
-        jax.nn.relu,
+        reglu,
         keep_hidden=False,
       )
       alone = jax.block_until_ready(alone.inner_CN)

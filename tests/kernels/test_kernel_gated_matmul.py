@@ -1,4 +1,4 @@
-"""The fused projections into a gated expert: lowering, results interpreted, activations."""
+"""The fused projections into an expert: lowering, results interpreted, activations."""
 
 import functools
 
@@ -24,25 +24,69 @@ from grouped_rows import (
   used_rows,
 )
 
-from pallas_kernels.matmul.gated import gated_beside, gated_matmul
+from pallas_kernels.matmul.gated import Projections, gated_beside, gated_matmul
 from pallas_kernels.matmul.layout import MatmulTuning
 
 CAPTURED = np.ones((64, 64), np.float32)
+COLUMNS = ["apart", "fused", "interleaved", "ungated"]
 
 
-def lowered(activation, keep_hidden=False, c=4096, k=4096, n=2880, m=16, s=2, tuning=None):
-  f = functools.partial(gated_matmul, activation=activation, keep_hidden=keep_hidden, tuning=tuning)
-  home, replica = [shape(m, k, n)] * 2, [shape(s, k, n)] * 2
-  return lower(f, shape(c, k), *home, *replica, shape(m + s, dtype=jnp.int32))
+def reglu(gate, up):
+  return jax.nn.relu(gate) * up
+
+
+def swiglu(gate, up):
+  return jax.nn.silu(gate) * up
+
+
+def clamped(gate, up):
+  gate, up = jnp.minimum(gate, 0.5), jnp.clip(up, -0.5, 0.5)
+  return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def projections(make, columns, biases, slots, depth, cols):
+  """Of slots, made by a function of shapes."""
+  count, width = {"apart": (2, cols), "ungated": (1, cols)}.get(columns, (1, 2 * cols))
+  weights = tuple(make(slots, depth, width) for _ in range(count))
+  return Projections(weights, tuple(make(slots, width) for _ in range(count)) if biases else ())
+
+
+def lowered(
+  unit,
+  keep_hidden=False,
+  c=4096,
+  k=4096,
+  n=2880,
+  m=16,
+  s=2,
+  tuning=None,
+  columns="apart",
+  biases=False,
+):
+  f = functools.partial(
+    gated_matmul, unit=unit, columns=columns, keep_hidden=keep_hidden, tuning=tuning
+  )
+  operands = (projections(shape, columns, biases, slots, k, n) for slots in (m, s))
+  return lower(f, shape(c, k), *operands, shape(m + s, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize("keep_hidden", [False, True])
 @pytest.mark.parametrize("schedule", ["together", "deferred", "in_turns"])
 def test_gated_lowers_to_one_kernel(keep_hidden, schedule):
   tuning = MatmulTuning(schedule, stages=6 if schedule == "in_turns" else 4)
-  text = lowered(jax.nn.silu, keep_hidden, tuning=tuning)
+  text = lowered(swiglu, keep_hidden, tuning=tuning)
   assert text.count("custom_call @mosaic_gpu") == 1
   assert "stablehlo.multiply" not in "".join(x for x in text.splitlines() if "bf16" in x)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("keep_hidden", [False, True])
+def test_every_form_lowers_to_one_kernel_and_no_copy_of_weights(columns, keep_hidden):
+  unit = jax.nn.relu if columns == "ungated" else clamped
+  text = lowered(unit, keep_hidden, columns=columns, biases=True)
+  assert text.count("custom_call @mosaic_gpu") == 1
+  made = [x for x in text.splitlines() if "4096x" in x.partition(" = ")[2].partition("->")[2]]
+  assert all("custom_call @mosaic_gpu" in x or "func" in x or "call @" in x for x in made)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +103,8 @@ def test_gated_lowers_to_one_kernel(keep_hidden, schedule):
   ],
 )
 def test_activations_that_lower(activation):
-  assert lowered(activation).count("custom_call @mosaic_gpu") == 1
+  text = lowered(activation, columns="ungated")
+  assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize(
@@ -75,26 +120,44 @@ def test_activations_that_lower(activation):
 )
 def test_activations_that_are_refused(activation, match):
   with pytest.raises(NotImplementedError, match=match):
-    lowered(activation)
+    lowered(activation, columns="ungated")
 
 
-def check(sizes, tuning, keep_hidden, num_home, activation, depth=128, cols=256, capacity=CAPACITY):
+def check(
+  sizes,
+  tuning,
+  keep_hidden,
+  num_home,
+  unit,
+  depth=128,
+  cols=256,
+  capacity=CAPACITY,
+  columns="apart",
+  biases=False,
+):
   rng = np.random.default_rng(0)
   rows = used_rows(rng, sizes, depth, capacity)
-  gate_weights, up_weights = exact(rng, 4, depth, cols), exact(rng, 4, depth, cols)
-  f = functools.partial(gated_matmul, activation=activation, keep_hidden=keep_hidden, tuning=tuning)
-  home = gate_weights[:num_home], up_weights[:num_home]
-  replica = gate_weights[num_home:], up_weights[num_home:]
-  inner, gate, up = jax.jit(f)(rows, *home, *replica, jnp.array(sizes))
+  every = projections(functools.partial(exact, rng), columns, biases, 4, depth, cols)
+  f = functools.partial(
+    gated_matmul, unit=unit, columns=columns, keep_hidden=keep_hidden, tuning=tuning
+  )
+  home, replica = (
+    jax.tree.map(lambda x, part=part: x[part], every)
+    for part in (slice(num_home), slice(num_home, None))
+  )
+  inner, hidden = jax.jit(f)(rows, home, replica, jnp.array(sizes))
   assert inner.dtype == jnp.bfloat16
   if not keep_hidden:
-    assert gate is None
-    assert up is None
+    assert hidden == ()
     return inner
-  assert_products(gate, rows, gate_weights, sizes)
-  assert_products(up, rows, up_weights, sizes)
-  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-  expected = activation(gate) * up
+  for got, weights, bias in zip(hidden, every.weights, every.biases or [None] * 2, strict=False):
+    assert_products(got, rows, weights, sizes, bias)
+  hidden = [x.astype(jnp.float32) for x in hidden]
+  if columns == "fused":
+    hidden = [hidden[0][:, :cols], hidden[0][:, cols:]]
+  elif columns == "interleaved":
+    hidden = [hidden[0][:, ::2], hidden[0][:, 1::2]]
+  expected = unit(*hidden)
   for span in spans(sizes):
     # Of the rounded projections, rounded once, which is half a step of bfloat16 at most.
     got = inner[span].astype(jnp.float32)
@@ -114,7 +177,27 @@ def check(sizes, tuning, keep_hidden, num_home, activation, depth=128, cols=256,
 )
 def test_gated_interpreted(tuning, num_home, sizes):
   with interpreted():
-    check(sizes, tuning, keep_hidden=True, num_home=num_home, activation=jax.nn.silu)
+    check(sizes, tuning, keep_hidden=True, num_home=num_home, unit=swiglu)
+
+
+@pytest.mark.parametrize(
+  ("columns", "tuning", "cols", "biases"),
+  [
+    ("apart", TOGETHER, 192, True),
+    ("fused", DEFERRED, 192, True),
+    ("fused", IN_TURNS, 128, False),
+    ("interleaved", TOGETHER, 192, True),
+    ("interleaved", IN_TURNS, 64, False),
+    ("interleaved", IN_PAIRS, 192, True),
+    ("ungated", DEFERRED, 192, True),
+    ("ungated", TOGETHER, 64, False),
+  ],
+)
+def test_forms_interpreted(columns, tuning, cols, biases):
+  unit = jax.nn.relu if columns == "ungated" else clamped
+  options = {"depth": 64, "cols": cols, "columns": columns, "biases": biases}
+  with interpreted():
+    check(SIZES[0], tuning, keep_hidden=True, num_home=3, unit=unit, **options)
 
 
 @pytest.mark.parametrize(
@@ -122,24 +205,24 @@ def test_gated_interpreted(tuning, num_home, sizes):
   [(1, TOGETHER, 64, 64), (63, IN_TURNS, 64, 192), (255, TOGETHER, 192, 320)],
 )
 def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols):
-  options = {"keep_hidden": True, "num_home": 2, "activation": jax.nn.relu}
+  options = {"keep_hidden": True, "num_home": 2, "unit": reglu}
   with interpreted():
     check(FEW[capacity], tuning, **options, depth=depth, cols=cols, capacity=capacity)
 
 
-def test_inner_is_the_same_without_hidden():
-  sizes = SIZES[0]
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_inner_is_the_same_without_hidden(columns):
+  sizes, unit = SIZES[0], jax.nn.relu if columns == "ungated" else reglu
+  options = {"num_home": 3, "unit": unit, "columns": columns}
   with interpreted():
-    one = check(sizes, TOGETHER, keep_hidden=True, num_home=3, activation=jax.nn.relu)
-    other = check(sizes, TOGETHER, keep_hidden=False, num_home=3, activation=jax.nn.relu)
+    one, other = (check(sizes, TOGETHER, keep, **options) for keep in (True, False))
   np.testing.assert_array_equal(one[: sum(sizes)], other[: sum(sizes)])
 
 
-def split(rows, home_gate, home_up, replica_gate, replica_up, sizes, tuning=None, **kwargs):
+def split(rows, home, replica, sizes, tuning=None, **kwargs):
   """As ``gated_matmul``, with replicas that come from no transfer."""
-  homes, replicas = (home_gate, home_up), (replica_gate, replica_up)
-  kwargs |= {"replicas": replicas, "tuning": tuning, "replica_tuning": tuning}
-  return gated_beside(None, rows, *homes, sizes, **kwargs)[0]
+  kwargs |= {"replicas": replica, "tuning": tuning, "replica_tuning": tuning}
+  return gated_beside(None, rows, home, sizes, **kwargs)[0]
 
 
 # Of two home and two replica slots: a border inside a tile, replicas without rows, homes without.
@@ -147,25 +230,30 @@ SPLITS = [[0, 77, 0, 50], [150, 70, 1, 300], [300, 340, 0, 0], [0, 0, 640, 0], [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep_hidden", [False, True])
-def test_home_and_replica_slots_apart_give_the_same_bits(keep_hidden):
+@pytest.mark.parametrize(
+  ("keep_hidden", "columns"), [(False, "apart"), (True, "apart"), (True, "interleaved")]
+)
+def test_home_and_replica_slots_apart_give_the_same_bits(keep_hidden, columns):
   rng = np.random.default_rng(0)
-  weights = [exact(rng, 2, 64, 128) for _ in range(4)]
-  options = {"activation": jax.nn.relu, "keep_hidden": keep_hidden, "tuning": TOGETHER}
+  biases = columns != "apart"
+  weights = [
+    projections(functools.partial(exact, rng), columns, biases, 2, 64, 128) for _ in range(2)
+  ]
+  options = {"unit": reglu, "keep_hidden": keep_hidden, "tuning": TOGETHER, "columns": columns}
   whole, apart = (jax.jit(functools.partial(f, **options)) for f in (gated_matmul, split))
   for sizes in SPLITS:
     arguments = used_rows(rng, sizes, 64), *weights, jnp.array(sizes)
     with interpreted():
       results = jax.block_until_ready((whole(*arguments), apart(*arguments)))
     expected, got = (jax.tree.leaves(x) for x in results)
-    assert len(expected) == (3 if keep_hidden else 1)
+    assert len(expected) == 1 + keep_hidden * len(weights[0].weights)
     for x, y in zip(expected, got, strict=True):
       np.testing.assert_array_equal(x[: sum(sizes)], y[: sum(sizes)])
 
 
 def test_replica_slots_are_written_in_place():
-  f = functools.partial(split, activation=jax.nn.silu, keep_hidden=True)
-  weights = [shape(16, 256, 512)] * 2 + [shape(2, 256, 512)] * 2
+  f = functools.partial(split, unit=swiglu, keep_hidden=True)
+  weights = [Projections((shape(slots, 256, 512),) * 2) for slots in (16, 2)]
   text = lower(f, shape(4096, 256), *weights, shape(18, dtype=jnp.int32))
   home, replica = (x for x in text.splitlines() if "custom_call @mosaic_gpu" in x)
   name = home.split(":")[0].strip()
@@ -181,46 +269,69 @@ def test_both_kernels_run_again_under_checkpoint():
     return forward(rows, *operands)[0]
 
   def forward(rows, *operands):
-    kept = split(rows, *operands, activation=jax.nn.silu, keep_hidden=True)
-    return kept.inner_CN, kept.gate_CN
+    kept = split(rows, *operands, unit=swiglu, keep_hidden=True)
+    return kept.inner_CN, kept.hidden[0]
 
-  gate.defvjp(forward, lambda gate_CN, grad: (gate_CN[:, :256] * grad[:, :256], *[None] * 5))
+  gate.defvjp(forward, lambda gate_CN, grad: (gate_CN[:, :256] * grad[:, :256], *[None] * 3))
 
   def gradient(rows, *operands):
     wrapped = jax.checkpoint(jax.jit(gate))
     return jax.grad(lambda rows: jnp.sum(wrapped(rows, *operands).astype(jnp.float32)))(rows)
 
-  shapes = [shape(2, 256, 256)] * 2 + [shape(1, 256, 256)] * 2
-  text = lower(gradient, shape(512, 256), *shapes, shape(3, dtype=jnp.int32))
+  weights = [Projections((shape(slots, 256, 256),) * 2) for slots in (2, 1)]
+  text = lower(gradient, shape(512, 256), *weights, shape(3, dtype=jnp.int32))
   assert text.count("custom_call @mosaic_gpu") == 2
 
 
-@pytest.mark.parametrize("tuning", [TOGETHER, DEFERRED, IN_TURNS])
-def test_gated_has_no_race(tuning):
+@pytest.mark.parametrize(
+  ("tuning", "columns"),
+  [(TOGETHER, "apart"), (DEFERRED, "apart"), (IN_TURNS, "apart"), (TOGETHER, "interleaved")],
+)
+def test_gated_has_no_race(tuning, columns):
+  options = {"columns": columns, "biases": columns != "apart"}
   with interpreted(races=True):
-    check(WHOLE, tuning, keep_hidden=True, num_home=3, activation=jax.nn.silu)
+    check(WHOLE, tuning, keep_hidden=True, num_home=3, unit=swiglu, **options)
+
+
+def zeros(*sizes):
+  return jnp.zeros(sizes, jnp.bfloat16)
 
 
 def test_refuses_slots_without_weights():
-  weights = (jnp.zeros((2, 64, 128), jnp.bfloat16),) * 2
-  arguments = jnp.zeros((256, 64), jnp.bfloat16), *weights, jnp.zeros(5, jnp.int32), jax.nn.silu
+  weights = Projections((zeros(2, 64, 128),) * 2)
+  arguments = zeros(256, 64), weights, jnp.zeros(5, jnp.int32), swiglu
   with pytest.raises(ValueError, match=r"slots: expected 2 of range\(0, 5\), got range\(2, 5\)"):
     jax.eval_shape(lambda: gated_beside(None, *arguments, keep_hidden=False, replicas=weights))
 
 
-def test_refuses_weights_that_do_not_fit_together():
-  def zeros(*sizes):
-    return jnp.zeros(sizes, jnp.bfloat16)
+@pytest.mark.parametrize(
+  ("home", "replica", "columns", "match"),
+  [
+    ([zeros(2, 64, 128)] * 2, [zeros(1, 64, 128), zeros(2, 64, 256)], "apart", "replica_SKN: exp"),
+    ([zeros(2, 64, 128)], [zeros(1, 64, 128)], "apart", "weights: expected 2 that are apart, got"),
+    ([zeros(2, 64, 128)] * 2, [zeros(1, 64, 128)] * 2, "fused", "weights: expected 1 that are fus"),
+    ([zeros(2, 64, 128)], [zeros(1, 64, 128)], "halves", "columns: expected one of"),
+  ],
+)
+def test_refuses_weights_that_do_not_fit_together(home, replica, columns, match):
+  operands = zeros(256, 64), Projections(tuple(home)), Projections(tuple(replica))
+  sizes = jnp.zeros(3, jnp.int32)
+  with pytest.raises(ValueError, match=match):
+    gated_matmul(*operands, sizes, reglu, columns=columns, keep_hidden=True)
 
-  home, replica, sizes = zeros(2, 64, 128), zeros(1, 64, 128), jnp.zeros(3, jnp.int32)
-  with pytest.raises(ValueError, match="home_MKN: expected shape"):
+
+def test_refuses_biases_of_other_columns():
+  home, replica = Projections((zeros(2, 64, 256),), (zeros(2, 128),)), zeros(1, 64, 256)
+  operands = zeros(256, 64), home, Projections((replica,), (zeros(1, 128),))
+  with pytest.raises(ValueError, match=r"biases\[0\]: expected shape \(3, 256\), got \(3, 128\)"):
+    gated_matmul(*operands, jnp.zeros(3, jnp.int32), reglu, columns="fused", keep_hidden=True)
+
+
+def test_columns_that_take_turns_need_pairs_of_64():
+  weights = [Projections((zeros(slots, 64, 192),)) for slots in (2, 1)]
+  with pytest.raises(NotImplementedError, match="N: expected a multiple of 128, got 192"):
     gated_matmul(
-      zeros(256, 64),
-      home,
-      zeros(2, 64, 256),
-      replica,
-      replica,
-      sizes,
-      jax.nn.silu,
+      *(zeros(256, 64), *weights, jnp.zeros(3, jnp.int32), reglu),
+      columns="interleaved",
       keep_hidden=True,
     )

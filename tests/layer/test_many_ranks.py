@@ -52,11 +52,10 @@ def test_64_and_72_ranks_of_one_process():
 
 
 def test_64_ranks_of_two_processes():
-  """Copies stay inside a process by default."""
+  """With domains as JAX tells them."""
   port = free_port()
   pair = [start(32, port, 2, process, "64:auto") for process in range(2)]
   (first,), (second,) = map(results, pair)
   assert first == second
   assert first["error"] < 1e-6 and first["replicas"] > 8
   assert first["imbalance_after"] == pytest.approx(first["imbalance_floor"], abs=0.005)
-  assert first["imbalance_floor"] > 1.0

@@ -102,6 +102,36 @@ def test_lowers_for_gpus(name, data, dispatch_dtype):
   assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
 
 
+@pytest.mark.parametrize("layout", ["apart", "fused", "interleaved", "ungated"])
+def test_every_form_lowers_for_gpus(layout):
+  """With biases, forward and backward hold kernels only, and no weights are copied."""
+  experts, width, inner = 64, 320, 192
+
+  def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+  cols = inner if layout in ("apart", "ungated") else 2 * inner
+  into = [shape(experts, width, cols)] * (2 if layout == "apart" else 1)
+  biases = [shape(experts, cols)] * len(into)
+  wo, wo_bias = shape(experts, inner, width), shape(experts, width)
+  if layout == "apart":
+    weights = uep.ExpertWeights(*into, wo, *biases, wo_bias)
+  elif layout == "ungated":
+    weights = uep.ExpertWeights.ungated(*into, wo, *biases, wo_bias)
+  else:
+    turns = layout == "interleaved"
+    weights = uep.ExpertWeights.fused(*into, wo, *biases, wo_bias, interleaved=turns)
+  ungated = layout == "ungated"
+  activation = uep.activations.squared_relu if ungated else uep.activations.clamped_swiglu()
+  apply = functools.partial(uep.sharded_moe, config=CONFIG, activation=activation)
+  mesh = make_mesh(4)
+  index, gate = (jax.ShapeDtypeStruct((4 * 512, 8), kind) for kind in (jnp.int32, jnp.float32))
+  with jax.set_mesh(mesh):
+    traced = gradients(apply).trace(shape(4 * 512, width), index, gate, weights)
+    traced.lower(lowering_platforms=("cuda",))
+  assert kernel_names(traced.jaxpr) == LAYER | PLANNING
+
+
 def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
   """What order they go in shows in no result."""
   seen = []

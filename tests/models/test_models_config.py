@@ -159,7 +159,7 @@ def test_gpt_oss():
 def test_newer_form_of_positions_is_the_same():
   for hf in PUBLISHED:
     old = dict(hf)
-    rope = dict(old.pop("rope_scaling") or {})
+    rope = dict(old.pop("rope_scaling", None) or {})
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     rope["rope_theta"] = old.pop("rope_theta")
     if "partial_rotary_factor" in old:

@@ -74,7 +74,7 @@ class TestPromises:
     load_GE = load_matrix(loads, ranks)
     plan = plan_quotas(load_GE, config, cost)
     check_legal(loads, plan, config)
-    domain = config.domain_size or ranks
+    domain = config.domain_of(ranks)
     most = 0
     for index, part in enumerate(np.split(np.array(loads), ranks // domain)):
       held, copies = twin_plan(part.tolist(), domain, config, cost)

@@ -21,7 +21,7 @@ from ultraep_jax.compute.grouped import (
 )
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport.replicate import Replicas
-from ultraep_jax.types import Array, ExpertWeights, Layout
+from ultraep_jax.types import Array, ExpertWeights
 
 # What backward needs of the experts' forward: the rows times ``ExpertWeights.projections``, biases
 # added, ``[C, F]`` or ``[C, 2F]`` each.
@@ -91,40 +91,28 @@ def _gated_kernel(
   keep_hidden: bool,
   tunings: Tunings,
 ) -> tuple[Array, Hidden | None, ExpertWeights]:
-  if home.layout is not Layout.APART or home.projection_biases:
-    raise NotImplementedError("weights: expected gate and up apart, without biases")
-  if isinstance(activation, activations.GatedUnit):
-    raise NotImplementedError("activation: expected a function of one argument")
-  arguments = group_size_P, activation
-  gate_MDF, up_MDF = home.projections
-  operation, widths = "gated" if keep_hidden else "gated only", gate_MDF.shape[1:]
+  widths = home.wo.shape[2], home.wo.shape[1]
+  operation = "gated" if keep_hidden else "gated only"
   tuning = tunings.find(operation, *widths)
+  arguments = group_size_P, activations.unit(activation, home.layout)
+  options: Any = {"columns": str(home.layout), "keep_hidden": keep_hidden, "tuning": tuning}
   if (copying := replicas.copying()) is None:
     copies = replicas.copies()
-    gated = kernels.gated_matmul(
-      rows_CD,
-      gate_MDF,
-      up_MDF,
-      *copies.projections,
-      *arguments,
-      keep_hidden=keep_hidden,
-      tuning=tuning,
-    )
+    operands = rows_CD, _projections(home), _projections(copies)
+    gated = kernels.gated_matmul(*operands, *arguments, **options)
   else:
-    gated, leaves = kernels.gated_beside(
-      copying,
-      rows_CD,
-      gate_MDF,
-      up_MDF,
-      *arguments,
-      keep_hidden=keep_hidden,
-      tuning=tunings.find(f"{operation} beside", *widths),
-      replica_tuning=tuning,
-    )
+    options["tuning"] = tunings.find(f"{operation} beside", *widths)
+    options["replica_tuning"] = tuning
+    numbered = _of_leaves(home, list(range(len(jax.tree.leaves(home)))))
+    options["brought"] = numbered.projections, numbered.projection_biases
+    operands = rows_CD, _projections(home)
+    gated, leaves = kernels.gated_beside(copying, *operands, *arguments, **options)
     copies = _of_leaves(home, leaves)
-  inner_CF, gate_CF, up_CF = gated
-  hidden = None if gate_CF is None or up_CF is None else (gate_CF, up_CF)
-  return inner_CF, hidden, copies
+  return gated.inner_CN, gated.hidden if keep_hidden else None, copies
+
+
+def _projections(weights: ExpertWeights) -> "kernels.Projections":
+  return kernels.Projections(weights.projections, weights.projection_biases)
 
 
 def _gated(
@@ -241,7 +229,7 @@ def expert_backward(
   return ExpertGrads(rows_grad_CD, gate_grad_C, total, copies)
 
 
-def _of_leaves(like: ExpertWeights, leaves: Sequence[Array]) -> ExpertWeights:
+def _of_leaves(like: ExpertWeights, leaves: Sequence[Any]) -> ExpertWeights:
   """What a transfer brought."""
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

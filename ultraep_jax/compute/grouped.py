@@ -53,13 +53,10 @@ def grouped_matmul(
   columns = home_MKN.shape[1 if transpose_rhs else 2]
   tuning = tunings.find("dgrad" if transpose_rhs else "forward", rows_CK.shape[1], columns)
 
-  def by_kernel() -> Array:
-    if bias is not None:
-      raise NotImplementedError("bias: expected none")
-    return kernels.grouped_matmul(*arguments[:4], transpose_rhs=transpose_rhs, tuning=tuning)
-
   candidates = {
-    "mosaic_gpu": by_kernel,
+    "mosaic_gpu": lambda: kernels.grouped_matmul(
+      *arguments[:4], transpose_rhs=transpose_rhs, bias=bias, tuning=tuning
+    ),
     "portable": lambda: tile_matmul.matmul(*arguments, bias),
   }
   return first_that_can(implementations, candidates)

@@ -19,7 +19,7 @@ from ultraep_jax.compute import experts
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations
 from ultraep_jax.transport import exchange, replicate
-from ultraep_jax.types import Array, ExpertWeights, Routes
+from ultraep_jax.types import Array, AxisName, ExpertWeights, Routes
 
 # For `jax.checkpoint_policies.save_only_these_names`: rows spare backward a second dispatch,
 # hidden two of the three matmuls and the replicas for them, which have no name: they are made
@@ -31,7 +31,7 @@ HIDDEN_NAME = "ultraep_hidden"
 class Static(NamedTuple):
   """What is fixed at trace time."""
 
-  axis_name: str
+  axis_name: AxisName
   capacity: int
   domain_size: int
   activation: Activation

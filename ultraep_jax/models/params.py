@@ -12,7 +12,7 @@ from ultraep_jax.block import ROUTER, param_axes, param_shapes
 from ultraep_jax.mesh import is_explicit
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.parts import GatedDelta, GroupedQuery, Latent
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, AxisName
 
 AXIS = "expert"  # of the mesh, over which experts lie
 Path = tuple[Any, ...]  # of names and indices
@@ -31,7 +31,7 @@ class Spec(NamedTuple):
   """
 
   shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
+  axes: tuple[AxisName | None, ...]
   kind: Kind = "matrix"
   float32: bool = False
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, AxisName
 
 _TABLES = 64
 
@@ -34,7 +34,7 @@ def expert_load(expert_index_TK: Array, num_experts: int) -> Array:
   return _count(jnp.where(index_A < 0, num_experts, index_A), num_experts)
 
 
-def gather_loads(load_E: Array, axis_name: str) -> Array:
+def gather_loads(load_E: Array, axis_name: AxisName) -> Array:
   """The load matrix ``[G, E]``, equal on every rank of ``axis_name`` and typed so."""
   return lax.all_gather(load_E, axis_name, to="invarying")
 

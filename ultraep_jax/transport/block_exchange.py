@@ -19,7 +19,7 @@ from ultraep_jax.config import DispatchDtype
 from ultraep_jax.mesh import mesh_max
 from ultraep_jax.planning.load import position_in_group
 from ultraep_jax.transport import wire
-from ultraep_jax.types import Array, Routes
+from ultraep_jax.types import Array, AxisName, Routes
 
 # How much a block exceeds the mean number of tokens that two ranks exchange.
 _BLOCK_SLACK = 1.25
@@ -45,7 +45,7 @@ class BlockCrossing:
     steps: steps that the longest list on the mesh needs, or None if one always suffices.
   """
 
-  axis_name: str = dataclasses.field(metadata={"static": True})
+  axis_name: AxisName = dataclasses.field(metadata={"static": True})
   capacity: int = dataclasses.field(metadata={"static": True})
   block: int = dataclasses.field(metadata={"static": True})
   dest_TK: Array
@@ -116,7 +116,9 @@ class BlockCrossing:
 
 
 @jax.named_scope("uep.dispatch")
-def cross(routes: Routes, round_index: Array | int, capacity: int, axis_name: str) -> BlockCrossing:
+def cross(
+  routes: Routes, round_index: Array | int, capacity: int, axis_name: AxisName
+) -> BlockCrossing:
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
   num_ranks = lax.axis_size(axis_name)
   num_tokens, top_k = routes.dest_TK.shape

@@ -18,16 +18,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.mesh import mesh_max, to_varying, varying_axes
-from ultraep_jax.types import Array
+from ultraep_jax.mesh import axes_of, mesh_max, to_varying, varying_axes
+from ultraep_jax.types import Array, AxisName
 
 _BLOCKS_BYTES = 64 << 20  # that a rank sends at a time; experts are cut so that they are no more
 
 
-def replicate[T](home: T, replica_expert_GS: Array, axis_name: str, domain_size: int | None) -> T:
+def replicate[T](
+  home: T, replica_expert_GS: Array, axis_name: AxisName, domain_size: int | None
+) -> T:
   """As ``replicate.replicate``; empty slots are zero."""
   num_slots = replica_expert_GS.shape[1]
-  axes = varying_axes(home, replica_expert_GS) | {axis_name}
+  axes = varying_axes(home, replica_expert_GS) | {*axes_of(axis_name)}
   replica = jax.tree.map(
     lambda leaf: to_varying(jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), axes), home
   )
@@ -49,12 +51,12 @@ def replicate[T](home: T, replica_expert_GS: Array, axis_name: str, domain_size:
 
 
 def reduce_replicas[T](
-  replica: T, home: T, replica_expert_GS: Array, axis_name: str, domain_size: int | None
+  replica: T, home: T, replica_expert_GS: Array, axis_name: AxisName, domain_size: int | None
 ) -> T:
   """As ``replicate.reduce_replicas``; of a step, the gradients of the next rank come first."""
   if not replica_expert_GS.shape[1]:
     return home
-  axes = varying_axes(replica, home, replica_expert_GS) | {axis_name}
+  axes = varying_axes(replica, home, replica_expert_GS) | {*axes_of(axis_name)}
   swap = _Swap.of(home, replica_expert_GS, axis_name, domain_size)
 
   replicas = swap.cut(to_varying(replica, axes))
@@ -94,7 +96,7 @@ class _Swap:
     turns: that the fullest pair of ranks on the mesh needs.
   """
 
-  axis_name: str
+  axis_name: AxisName
   size: int
   num_home: int
   num_slots: int
@@ -107,7 +109,7 @@ class _Swap:
 
   @classmethod
   def of(
-    cls, home: object, replica_expert_GS: Array, axis_name: str, domain_size: int | None
+    cls, home: object, replica_expert_GS: Array, axis_name: AxisName, domain_size: int | None
   ) -> "_Swap":
     leaves = jax.tree.leaves(home)
     num_ranks, num_slots = replica_expert_GS.shape

@@ -12,7 +12,7 @@ from pallas_kernels import Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport import block_exchange, push_exchange
-from ultraep_jax.types import Array, Routes
+from ultraep_jax.types import Array, AxisName, Routes
 
 
 class Crossing(Protocol):
@@ -67,7 +67,7 @@ def cross(
   routes: Routes,
   round_index: Array | int,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
   *,
   width: int,
   dtype: object,

@@ -15,7 +15,7 @@ import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.transport import wire
-from ultraep_jax.types import Array, Routes
+from ultraep_jax.types import Array, AxisName, Routes
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ class PushCrossing:
     tunings: how the kernels are laid out.
   """
 
-  axis_name: str = dataclasses.field(metadata={"static": True})
+  axis_name: AxisName = dataclasses.field(metadata={"static": True})
   capacity: int = dataclasses.field(metadata={"static": True})
   dest_TK: Array
   row_TK: Array
@@ -91,7 +91,7 @@ def cross(
   routes: Routes,
   round_index: Array | int,
   capacity: int,
-  axis_name: str,
+  axis_name: AxisName,
   *,
   width: int,
   dtype: object,

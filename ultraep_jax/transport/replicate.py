@@ -14,7 +14,7 @@ import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, TransferTuning, Tunings
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport import block_replicate
-from ultraep_jax.types import Array
+from ultraep_jax.types import Array, AxisName
 
 
 @jax.named_scope("uep.replicate")
@@ -23,7 +23,7 @@ def replicate[T](
   replica_expert_GS: Array,
   parent_GS: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   domain_size: int | None = None,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
@@ -71,7 +71,7 @@ def reduce_replicas[T](
   replica_expert_GS: Array,
   parent_GS: Array,
   *,
-  axis_name: str,
+  axis_name: AxisName,
   domain_size: int | None = None,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
@@ -140,7 +140,7 @@ class Replicas:
   replica_expert_GS: Array
   parent_GS: Array
   home_rows_G: Array
-  axis_name: str
+  axis_name: AxisName
   domain_size: int | None
   implementations: Implementations
   tunings: Tunings

@@ -16,9 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import TransferTuning, gated_beside, gated_matmul, replicate, replication
+from pallas_kernels import Projections, TransferTuning, gated_beside, replicate, replication
 from ultraep_jax import testing
+from ultraep_jax.activations import swiglu
 from ultraep_jax.bench import timing
+from ultraep_jax.bench.kernels.matmul_problems import swiglu_matmul
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.kernels.transfers import open_mesh, tunings_of
 from ultraep_jax.bench.layer.problem import SHAPES, random_normal
@@ -122,19 +124,21 @@ def sharded(function: Call, mesh: jax.sharding.Mesh) -> Call:
 
 def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
   """Calls of ``(i, rows, gate, up, wo, sizes, experts, parents)``."""
-  gated = functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=False)
 
   def known(
     _: Array, rows: Array, gate: Array, up: Array, wo: Array, sizes_P: Array, *plan: Array
   ) -> Any:
     slots = plan[0].shape[1]
-    return gated(rows, gate, up, gate[:slots], up[:slots], sizes_P).inner_CN
+    copies = gate[:slots], up[:slots]
+    return swiglu_matmul(rows, gate, up, *copies, sizes_P, keep_hidden=False).inner_CN
 
   def before(
     _: Array, rows: Array, gate: Array, up: Array, wo: Array, sizes_P: Array, *plan: Array
   ) -> Any:
     copies = replicate([gate, up, wo], *plan, axis_name=AXIS)
-    return gated(rows, gate, up, copies[0], copies[1], sizes_P).inner_CN, copies
+    more_gate, more_up, _ = copies
+    results = swiglu_matmul(rows, gate, up, more_gate, more_up, sizes_P, keep_hidden=False)
+    return results.inner_CN, copies
 
   def beside(
     tuning: TransferTuning,
@@ -149,10 +153,9 @@ def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
     results, copies = gated_beside(
       replication([gate, up, wo], *plan, axis_name=AXIS, tuning=tuning),
       rows,
-      gate,
-      up,
+      Projections((gate, up)),
       sizes_P,
-      jax.nn.silu,
+      swiglu,
       keep_hidden=False,
     )
     return results.inner_CN, copies

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import gated_matmul, grouped_matmul, grouped_matmul_sum, grouped_matmul_wgrad
+from pallas_kernels import grouped_matmul, grouped_matmul_sum, grouped_matmul_wgrad
 from ultraep_jax.bench import contest
 from ultraep_jax.bench.kernels.matmul_problems import (
   DENSE,
@@ -24,6 +24,7 @@ from ultraep_jax.bench.kernels.matmul_problems import (
   Problem,
   gated_split,
   group_sizes,
+  swiglu_matmul,
 )
 from ultraep_jax.bench.layer.problem import LARGE, SHAPES
 from ultraep_jax.bench.machine import devices_for_kernels
@@ -92,7 +93,7 @@ def _skewed(rng: np.random.Generator, slots: int, used: Iterable[int]) -> list[n
 
 _forward = jax.jit(grouped_matmul, static_argnames="transpose_rhs")
 _sum = jax.jit(grouped_matmul_sum, static_argnames="transpose_rhs")
-_gated = jax.jit(functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=True))
+_gated = jax.jit(functools.partial(swiglu_matmul, keep_hidden=True))
 _split = jax.jit(functools.partial(gated_split, keep_hidden=True))
 _wgrad = jax.jit(grouped_matmul_wgrad, static_argnums=3)
 _distance = jax.jit(contest.distance)
@@ -138,9 +139,9 @@ def _check_case(
   errors["sum"] = _distance(twice[:used], 2 * expected[:used])
   if not transpose:
     operands = rows, home, home, replica, replica, group_size
-    inner, gate, up = (x[:used] for x in _gated(*operands))
+    inner, gate, up = (x[:used] for x in jax.tree.leaves(_gated(*operands)))
     if num_replica:  # the same bits
-      apart = _split(*operands)
+      apart = jax.tree.leaves(_split(*operands))
       same = zip(apart, (inner, gate, up), strict=True)
       errors["split"] = float(any(jnp.any(x[:used] != y) for x, y in same))
     errors["gated"] = max(float(_distance(x, expected[:used])) for x in (gate, up))

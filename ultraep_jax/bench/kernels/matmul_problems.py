@@ -15,6 +15,7 @@ from pallas_kernels import (
   UNIT,
   Gated,
   MatmulTuning,
+  Projections,
   Tile,
   Transfer,
   choose_tile,
@@ -25,6 +26,7 @@ from pallas_kernels import (
   grouped_matmul_wgrad,
   make_room,
 )
+from ultraep_jax.activations import swiglu
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.compute import grouped
@@ -255,7 +257,7 @@ def _wgrad(problem: Problem) -> Parts:
 
 def _gated(problem: Problem) -> Parts:
   keep = "only" not in problem.name
-  whole = functools.partial(gated_matmul, activation=jax.nn.silu, keep_hidden=keep)
+  whole = functools.partial(swiglu_matmul, keep_hidden=keep)
   apart = functools.partial(gated_split, keep_hidden=keep)
   still = functools.partial(apart, moving=False)
 
@@ -265,7 +267,7 @@ def _gated(problem: Problem) -> Parts:
     gate_CF = grouped_matmul(rows, gate, more_gate, sizes)
     up_CF = grouped_matmul(rows, up, more_up, sizes)
     inner_CF = jax.nn.silu(gate_CF) * up_CF
-    return (inner_CF, gate_CF, up_CF) if keep else (inner_CF, None, None)
+    return Gated(inner_CF, (gate_CF, up_CF) if keep else ())
 
   (home, replica), rows = _pair(problem, problem.wide, problem.inner), (problem.rows, problem.wide)
   split = problem.name.endswith("split")
@@ -276,6 +278,14 @@ def _gated(problem: Problem) -> Parts:
     dense_operands=lambda rows, gate, up, *_: (rows, jnp.concatenate([gate[0], up[0]], axis=1)),
     peers={"no transfer": still, "whole": whole} if split else {"unfused": unfused},
   )
+
+
+def swiglu_matmul(
+  rows: Array, gate: Array, up: Array, more_gate: Array, more_up: Array, sizes: Array, **kwargs: Any
+) -> Gated:
+  """``gated_matmul`` of gate and up apart."""
+  home, replica = Projections((gate, up)), Projections((more_gate, more_up))
+  return gated_matmul(rows, home, replica, sizes, swiglu, **kwargs)
 
 
 def gated_split(
@@ -296,8 +306,8 @@ def gated_split(
   )
   gated, _ = gated_beside(
     nothing if moving else None,
-    *(rows, gate, up, sizes, jax.nn.silu),
-    replicas=(more_gate, more_up),
+    *(rows, Projections((gate, up)), sizes, swiglu),
+    replicas=Projections((more_gate, more_up)),
     **kwargs,
   )
   return gated

@@ -126,9 +126,8 @@ def _experts(
   order_C = jnp.argsort(expert_C)
   size_M = jnp.sum(load_GM, axis=0, dtype=jnp.int32)
   grouped_CD = rows_CD[order_C]
-  assert weights.wi_gate is not None and weights.wi_up is not None  # the bench's are apart
-  gated_CF = jax.nn.silu(matmul(grouped_CD, weights.wi_gate, size_M))
-  inner_CF = gated_CF * matmul(grouped_CD, weights.wi_up, size_M)
+  gate_CF, up_CF = (matmul(grouped_CD, matrix, size_M) for matrix in weights.projections)
+  inner_CF = jax.nn.silu(gate_CF) * up_CF
   out_CD = matmul(inner_CF, weights.wo, size_M)
   return jnp.zeros_like(out_CD).at[order_C].set(out_CD, unique_indices=True)
 

@@ -1,0 +1,80 @@
+"""Functions as elementwise operations that Mosaic GPU has in registers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from pallas_kernels.support import Array
+
+_ELEMENTWISE = frozenset(
+  {
+    *("abs", "add", "clamp", "copy", "cos", "div", "erf", "exp", "exp2", "integer_pow", "log"),
+    *("logistic", "max", "min", "mul", "neg", "rsqrt", "sign", "sin", "sqrt", "square", "sub"),
+    *("tanh", "and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"),
+    *("convert_element_type", "stop_gradient"),
+  }
+)
+
+
+def elementwise(
+  function: Callable[..., Array], arguments: int, shape: tuple[int, ...]
+) -> Callable[..., Array]:
+  """A function of so many float32 arrays of this shape, as operations that Mosaic GPU has.
+
+  Calls are inlined: it knows no custom derivatives.
+
+  Raises:
+    NotImplementedError: an operation that it does not have, or that is not elementwise.
+  """
+  like = jax.ShapeDtypeStruct(shape, jnp.float32)
+  closed: Any = jax.make_jaxpr(function)(*[like] * arguments)
+  if [(x.shape, x.dtype) for x in closed.out_avals] != [(shape, jnp.float32)]:
+    raise NotImplementedError(
+      f"activation: expected float32 of its argument's shape, got {closed.out_avals}"
+    )
+  _expect_elementwise(closed, shape)
+  return lambda *args: _evaluate(closed, list(args))[0]
+
+
+def _inlined(eqn: core.JaxprEqn) -> Any:
+  """The closed jaxpr that an operation calls, if all that it does is to call, else ``None``."""
+  for name in ("jaxpr", "call_jaxpr"):
+    inner = eqn.params.get(name)
+    if hasattr(inner, "jaxpr") and hasattr(inner, "consts"):
+      return inner
+  return None
+
+
+def _expect_elementwise(closed: Any, shape: tuple[int, ...]) -> None:
+  if closed.consts:
+    raise NotImplementedError(f"activation: expected no captured arrays, got {closed.consts}")
+  shapes = {x.aval.shape for eqn in closed.jaxpr.eqns for x in eqn.outvars}
+  if strange := sorted(shapes - {(), shape}):
+    raise NotImplementedError(f"activation: expected scalars and arrays of {shape}, got {strange}")
+  for eqn in closed.jaxpr.eqns:
+    name, inner = eqn.primitive.name, _inlined(eqn)
+    if inner is not None:
+      _expect_elementwise(inner, shape)
+    elif name not in _ELEMENTWISE and (name != "broadcast_in_dim" or eqn.invars[0].aval.shape):
+      raise NotImplementedError(f"activation: expected elementwise operations, got {name}")
+
+
+def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+  jaxpr = closed.jaxpr
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+  def read(x: Any) -> Any:
+    return x.val if isinstance(x, core.Literal) else values[x]
+
+  for eqn in jaxpr.eqns:
+    operands = [read(x) for x in eqn.invars]
+    if (inner := _inlined(eqn)) is not None:
+      results = _evaluate(inner, operands)
+    else:
+      results = eqn.primitive.bind(*operands, **eqn.params)
+      results = results if eqn.primitive.multiple_results else [results]
+    values |= zip(eqn.outvars, results, strict=True)
+  return [read(x) for x in jaxpr.outvars]
