@@ -1,0 +1,123 @@
+"""The commands that read traces: what they print, write and serve, and what they refuse."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import router_traces
+import traces
+from command_line import command, run
+from source_tree import ROOT
+
+from ultraep_jax import cli
+from ultraep_jax.trace import disk
+from ultraep_jax.trace import format as files
+
+# --- trace -----------------------------------------------------------------------------------
+
+
+def test_trace_show_and_import(tmp_path, capsys):
+  router_traces.write_run(tmp_path / "from")
+  arguments = ("import", tmp_path / "from", tmp_path / "to", "--experts", router_traces.E)
+  status, text, _ = run(capsys, "trace", *arguments)
+  assert status == 0 and "6 records, steps 0 to 2" in text
+  assert "after: as planned on import, not measured" in text
+  status, shown, _ = run(capsys, "trace", "show", tmp_path / "to")
+  assert status == 0 and shown == text
+  _, out, _ = run(capsys, "trace", "show", tmp_path / "to", "--json")
+  summary = json.loads(out)
+  assert summary["records"] == 6 and f"{summary['before']['100']:.3f}" in text
+  status, _, err = run(capsys, "trace", *arguments)
+  assert status == 1 and "expected a folder without a trace" in err
+  status, _, err = run(capsys, "trace", "show", tmp_path / "from")
+  assert status == 1 and "for Megatron's router traces see" in err
+
+
+# --- view ------------------------------------------------------------------------------------
+
+
+def test_view_writes_a_page(tmp_path, capsys):
+  first = traces.write(tmp_path / "first")
+  second = traces.write(tmp_path / "second", steps=3)
+  page = tmp_path / "page.html"
+  status, out, _ = run(capsys, "view", first, second, "--html", page, "--steps", "2:")
+  assert status == 0 and "first: 8 records" in out and "second: 2 records" in out
+  data = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+  assert data is not None
+  runs = json.loads(data[1])["runs"]
+  assert [(r["name"], r["steps"]) for r in runs] == [("first", 4), ("second", 1)]
+
+
+@pytest.mark.parametrize("damage", ["nothing there", "another program", "no right", "damaged"])
+def test_view_says_what_is_wrong(damage, tmp_path, capsys):
+  folder, page = tmp_path / "trace", tmp_path / "page.html"
+  message = damage
+  if damage == "another program":
+    folder.mkdir()
+    (folder / files.MANIFEST).write_text("{}")
+  elif damage == "no right":
+    traces.write(folder)
+    page = tmp_path / "none" / "page.html"
+    message = "expected a folder to write in, got none"
+  elif damage == "damaged":
+    for path in disk.chunks(traces.write(folder)):
+      path.write_bytes(b"PK\x03\x04")
+  status, out, err = run(capsys, "view", folder, "--html", page)
+  assert status == 1 and message in err and "Traceback" not in err
+  assert not page.exists() and "wrote" not in out
+
+
+def test_view_reports_what_it_leaves_out(tmp_path, capsys):
+  folder = traces.write(tmp_path / "trace")
+  last = disk.chunks(folder)[-1]
+  last.write_bytes(last.read_bytes()[:-10])
+  status, out, _ = run(capsys, "view", folder, "--html", tmp_path / "page.html")
+  assert status == 0 and f"left out: {last.name}" in out
+
+
+def test_view_needs_its_extra(tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "plotly.offline", None)
+  status, _, err = run(capsys, "view", traces.write(tmp_path), "--html", tmp_path / "page.html")
+  assert status == 1 and "pip install 'ultraep-jax[viewer]'" in err
+
+
+@pytest.fixture
+def interruptible():
+  """Programs started here heed SIGINT, also where a shell that started the tests ignores it."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+def test_view_serves_until_it_is_stopped(tmp_path, interruptible):
+  folder = traces.write(tmp_path / "a run", steps=2)
+  child = subprocess.Popen(command("view", folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  try:
+    assert child.stdout is not None
+    with child.stdout as lines:
+      address = re.search(r"http://127\.0\.0\.1:\d+/", lines.readline())
+      assert address is not None
+      with urllib.request.urlopen(address[0], timeout=60) as answer:
+        assert "a run" in answer.read().decode()
+      port = address[0].rpartition(":")[2].strip("/")
+      second = subprocess.run(
+        command("view", folder, "--port", port), cwd=ROOT, capture_output=True, text=True
+      )
+      assert second.returncode == 1
+      assert f"cannot serve on 127.0.0.1, port {port}" in second.stderr
+      child.send_signal(signal.SIGINT)
+      assert child.wait(30) == 130
+  finally:
+    child.kill()
+    child.wait()
+
+
+@pytest.mark.parametrize("steps", ["3", "a:b", "1:2:3"])
+def test_view_refuses_other_steps(steps, tmp_path, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    cli.main(["view", str(tmp_path), "--steps", steps])
+  assert f"expected A:B, got '{steps}'" in capsys.readouterr().err
