@@ -254,7 +254,7 @@ class LayerStats(NamedTuple):
     """All of it as one int32 vector ``[..., n]``, for what carries one array more easily than many.
 
     Leading axes, of token groups or layers, stay. n depends on G, E and S alone: ``G (E + 3) + E +
-    3 G S + 7``. ``replica_bytes`` keeps its bits.
+    3 G S + 8``. ``replica_bytes`` keeps its bits.
     """
     lead = self.rounds.shape
     bits = self._replace(replica_bytes=lax.bitcast_convert_type(self.replica_bytes, jnp.int32))
@@ -272,7 +272,7 @@ class LayerStats(NamedTuple):
     Raises:
       ValueError: no statistics of so many ranks and experts have that length.
     """
-    least = num_ranks * (num_experts + 3) + num_experts + 7
+    least = num_ranks * (num_experts + 3) + num_experts + 8
     slots, rest = divmod(flat.shape[-1] - least, 3 * num_ranks)
     if rest or slots < 0:
       raise ValueError(

@@ -1,0 +1,83 @@
+"""The modules' forms of experts, against what its parameters say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core import meta
+
+import ultraep_jax as uep
+from ultraep_jax.gating import GatingConfig, gate
+from ultraep_jax.linen import MoE as LinenMoE
+from ultraep_jax.nnx import MoE
+
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
+D, F, L, E, K = 8, 12, 4, 8, 2
+GATING = GatingConfig(num_experts=E, num_experts_per_tok=K)
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")
+SIZES = {"embed_dim": D, "expert_dim": F, "gating": GATING, "config": CONFIG}
+FORMS = {
+  "biases, interleaved": {
+    "layout": "interleaved",
+    "use_bias": True,
+    "activation": uep.activations.clamped_swiglu(),
+  },
+  "not gated, latent": {
+    "layout": "ungated",
+    "latent_dim": L,
+    "activation": uep.activations.squared_relu,
+  },
+  "fused, a gate on shared ones": {
+    "layout": "fused",
+    "num_shared_experts": 1,
+    "use_shared_gate": True,
+  },
+}
+
+
+def weights_of(params, layout, prefix=""):
+  own = {n: params[prefix + n] for n in ("wi", "wi_bias", "wo", "wo_bias") if prefix + n in params}
+  if layout == "ungated":
+    return uep.ExpertWeights.ungated(**own)
+  return uep.ExpertWeights.fused(**own, interleaved=layout == "interleaved")
+
+
+def expected(params, x, layout="apart", activation=jax.nn.silu, **_):
+  """The dense layer with its parameters spread by hand."""
+  index, weight, _ = gate(jnp.matmul(x, params["router"], precision="highest"), GATING)
+  narrow = x @ params["latent_down"] if "latent_down" in params else x
+  y = uep.testing.dense_moe(narrow, index, weight, weights_of(params, layout), activation)
+  y = y @ params["latent_up"] if "latent_up" in params else y
+  if "shared_wo" in params:
+    one = jax.tree.map(lambda leaf: leaf[None], weights_of(params, layout, "shared_"))
+    always = jnp.zeros((len(x), 1), jnp.int32), jnp.ones((len(x), 1))
+    shared = uep.testing.dense_moe(x, *always, one, activation)
+    y += jax.nn.sigmoid(x @ params["shared_gate"]) * shared
+  return y
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_dense_form(form, flax):
+  options = FORMS[form]
+  x = jax.random.normal(jax.random.key(1), (32, D))
+  with jax.set_mesh(jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4])):
+    if flax == "nnx":
+      model = MoE(rngs=nnx.Rngs(0), **SIZES, **options)
+      params = {
+        path[-1]: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+      }
+      params = jax.tree.map(lambda leaf: leaf + 0.1, params)  # biases begin at zero
+      for name, value in params.items():
+        getattr(model, name)[...] = value
+      y = nnx.jit(lambda model, x: model(x)[0])(model, x)
+    else:
+      model = LinenMoE(**SIZES, **options)
+      params = meta.unbox(jax.jit(model.init)(jax.random.key(0), x)["params"])
+      params = jax.tree.map(lambda leaf: leaf + 0.1, params)
+      y = jax.jit(lambda params, x: model.apply({"params": params}, x)[0])(params, x)
+  want = expected(jax.device_get(params), x, **options)
+  assert np.abs(want).max() > 0.01
+  np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
