@@ -177,6 +177,14 @@ def test_what_is_no_route_is_refused():
     route.route_tokens(index, load, plan, 0, None)
 
 
+def test_small_batches_have_room_for_everything():
+  """Which take at most so many bytes: 4 ranks' 8 tokens of 2 choices, 100 bytes each."""
+  for limit, rows in ((6400, 64), (6399, 24)):
+    config = uep.BalanceConfig(capacity_factor=1.25, worst_case_bytes=limit)
+    assert route.row_capacity(8, 2, 4, config, token_bytes=100) == rows
+    assert route.row_capacity(8, 2, 4, config) == 24  # of unknown width
+
+
 @pytest.mark.parametrize("factor", [1e308, 10**400])
 def test_no_factor_gives_more_rows_than_there_are_assignments(factor):
   config = uep.BalanceConfig(capacity_factor=factor)

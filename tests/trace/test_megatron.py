@@ -31,6 +31,15 @@ def test_loads_and_plans(tmp_path):
   np.testing.assert_array_equal(trace.replica_bytes_N, 10 * trace.replicas_N)
 
 
+def test_buffers_are_those_of_the_rank_with_most_tokens(tmp_path):
+  """32 rows of one rank's 16 tokens; the mean of all would be 14, and make three rounds."""
+  for rank, tokens in enumerate((16, 4, 4, 4)):
+    write(tmp_path / "from", [record(0, 0, [[0, 1]] * tokens)], rank)
+  config = BalanceConfig(objective="balance", replica_slots=0, capacity_factor=1.0)
+  trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E, config=config)
+  assert trace.after_NG.tolist() == [[56, 0, 0, 0]] and trace.rounds_N.tolist() == [2]
+
+
 @pytest.mark.parametrize("slots", [0, 1])
 def test_what_is_counted_of_a_plan(slots, tmp_path):
   """One assignment at a time; neither domains nor buffers divide the loads."""
