@@ -347,6 +347,6 @@ def test_kernels_on_a_cpu_say_what_they_need(caplog):
   implementation._say_once.cache_clear()
   with jax.set_mesh(jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])):
     layer = functools.partial(uep.sharded_moe, config=config)
-    with pytest.raises(NotImplementedError, match=r"Hopper GPUs\): the kernels need NVIDIA GPUs"):
+    with pytest.raises(NotImplementedError, match=r"the kernels need NVIDIA GPUs"):
       jax.eval_shape(layer, *tokens, weights)
-  assert "(kernels for Hopper GPUs) does not run: the kernels need NVIDIA GPUs" in caplog.text
+  assert "does not run here: the kernels need NVIDIA GPUs" in caplog.text
