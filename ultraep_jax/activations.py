@@ -21,7 +21,7 @@ class GatedUnit:
   >>> import jax, jax.numpy as jnp
   >>> reglu = GatedUnit(lambda gate, up: jax.nn.relu(gate) * up)
   >>> reglu(jnp.array([2.0, -2.0]), jnp.array([3.0, 3.0])).tolist()
-  [6.0, -0.0]
+  [6.0, 0.0]
 
   Attributes:
     function: of ``(gate, up)``, float32 arrays of one shape, to an array of that shape;

@@ -31,7 +31,7 @@ def test_bfloat16_is_as_close_as_its_rounding(capacity_factor):
   rounded = dataclasses.replace(rounded, expert_index=low.expert_index)
   expected_y, expected = dense(rounded)
   assert y.dtype == x_grad.dtype == jnp.bfloat16
-  assert all(leaf.dtype == jnp.float32 for leaf in (gate_grad, *weight_grads))
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((gate_grad, weight_grads)))
   # One bf16 rounding is 2^-9 relative; a path through the layer has about five.
   assert relative_error(y, expected_y) < 1e-2
   assert relative_error((x_grad, gate_grad, weight_grads), expected) < 1e-2
@@ -45,7 +45,7 @@ def test_bfloat16_parameters_get_bfloat16_gradients_if_an_activation_computes_in
 
   apply = layer(problem, QUICK, activation=silu)
   y, _, (x_grad, _, weight_grads) = value_and_grads(apply, problem)
-  assert all(leaf.dtype == jnp.bfloat16 for leaf in (y, x_grad, *weight_grads))
+  assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves((y, x_grad, weight_grads)))
 
 
 @pytest.mark.parametrize("differentiate", [True, False])

@@ -346,7 +346,7 @@ def test_a_mesh_is_required_with_the_axis():
   with pytest.raises(ValueError, match=r"mesh: expected .* 'expert' .*jax.set_mesh\(jax.make_mesh"):
     make_model()
   no_axis = jax.set_mesh(make_mesh(AxisType.Auto, (8,), ("model",)))
-  with no_axis, pytest.raises(ValueError, match=r"got axes \('model',\)"):
+  with no_axis, pytest.raises(ValueError, match=r"axis of the mesh, \('model',\), got 'expert'"):
     make_model()
   with jax.set_mesh(make_mesh(AxisType.Auto)):
     model = make_model()

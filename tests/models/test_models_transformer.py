@@ -157,6 +157,6 @@ def test_batch_is_checked():
 def test_mesh_is_checked():
   with (
     jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])),
-    pytest.raises(ValueError, match="expected a mesh with axis 'expert'"),
+    pytest.raises(ValueError, match="axis_name: expected an axis of the mesh"),
   ):
     make(SMALL)

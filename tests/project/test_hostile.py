@@ -344,9 +344,9 @@ def test_kernels_on_a_cpu_say_what_they_need(caplog):
   weights = uep.ExpertWeights(*[shape((4, 32, 32), jnp.bfloat16)] * 3)
   tokens = shape((64, 32), jnp.bfloat16), shape((64, 2), jnp.int32), shape((64, 2), jnp.float32)
   config = uep.BalanceConfig(implementation="mosaic_gpu", replica_slots=2)
-  implementation._warn_once.cache_clear()
+  implementation._say_once.cache_clear()
   with jax.set_mesh(jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])):
     layer = functools.partial(uep.sharded_moe, config=config)
-    with pytest.raises(NotImplementedError, match=r"Hopper GPUs\): the kernels need NVIDIA GPUs"):
+    with pytest.raises(NotImplementedError, match=r"the kernels need NVIDIA GPUs"):
       jax.eval_shape(layer, *tokens, weights)
-  assert "(kernels for Hopper GPUs) does not run: the kernels need NVIDIA GPUs" in caplog.text
+  assert "does not run here: the kernels need NVIDIA GPUs" in caplog.text

@@ -108,7 +108,7 @@ def _backward(
   static: Static, residuals: tuple, grad_TD: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
-  # One of the weights is enough: all of them cross in one loop.
+  # One of the weights is enough: a ring passes all of them in one loop.
   ordered = weights._replace(wo=_after(static, routing, weights.wo, grad_TD, *first.hidden))
   replicas = _replicas(static, x_TD.dtype, ordered, routing)
 

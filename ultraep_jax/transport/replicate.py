@@ -1,7 +1,7 @@
 """Copies of hot experts' weights to replica slots, and the adjoint: their gradients home.
 
 The kernels push copies along the plan's transfer trees, and sum gradients along them backwards;
-both may ride in a matmul's kernel. The portable form is ``block_replicate``.
+both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jax import lax
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, TransferTuning, Tunings
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.transport import block_replicate
+from ultraep_jax.transport import ring_replicate
 from ultraep_jax.types import Array, AxisName
 
 
@@ -59,7 +59,7 @@ def replicate[T](
 
   candidates = {
     "mosaic_gpu": push,
-    "portable": lambda: block_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
+    "portable": lambda: ring_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
   }
   return first_that_can(implementations, candidates)
 
@@ -109,7 +109,7 @@ def reduce_replicas[T](
 
   candidates = {
     "mosaic_gpu": push,
-    "portable": lambda: block_replicate.reduce_replicas(
+    "portable": lambda: ring_replicate.reduce_replicas(
       replica, home, replica_expert_GS, axis_name, domain_size
     ),
   }

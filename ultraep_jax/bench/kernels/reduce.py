@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
       for label, tuning in tunings.items():
         report(label, kernel(tuning), mesh, row, cases, args.calls, args.repeats)
       if args.portable:
-        report("portable", in_blocks, mesh, row, cases, args.calls, args.repeats)
+        report("portable", ring, mesh, row, cases, args.calls, args.repeats)
   return 0
 
 
@@ -71,7 +71,7 @@ def kernel(tuning: TransferTuning) -> Operation:
   return functools.partial(reduce_replicas, axis_name=AXIS, tuning=tuning)
 
 
-def in_blocks(
+def ring(
   replicas: list[Array], homes: list[Array], replica_expert_GS: Array, parent_GS: Array
 ) -> list[Array]:
   return portable.reduce_replicas(replicas, homes, replica_expert_GS, parent_GS, axis_name=AXIS)

@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
       kernel = functools.partial(replicate, axis_name=AXIS, tuning=tuning)
       report(label, kernel, mesh, arrays, cases, args.calls, args.repeats)
     if args.portable:
-      report("portable", in_blocks, mesh, arrays, cases, args.calls, args.repeats)
+      report("portable", ring, mesh, arrays, cases, args.calls, args.repeats)
   return 0
 
 
 Operation = Callable[[list[Array], Array, Array], list[Array]]
 
 
-def in_blocks(arrays: list[Array], replica_expert_GS: Array, parent_GS: Array) -> list[Array]:
+def ring(arrays: list[Array], replica_expert_GS: Array, parent_GS: Array) -> list[Array]:
   return portable.replicate(arrays, replica_expert_GS, parent_GS, axis_name=AXIS)
 
 
