@@ -1,11 +1,13 @@
-"""Mesh axes: which tokens are on, Explicit ones, what varies over manual ones, agreement."""
+"""Mesh axes: which tokens are on, Explicit ones, what varies over manual ones, agreement, order."""
 
+import functools
 import importlib
 import math
 import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -131,3 +133,16 @@ def mesh_max(value: Array, same_along: AxisName = ()) -> Array:
     return value
   # A cast to varying is free; without it pmax refuses values that vary over some axes only.
   return lax.pmax(to_varying(value, axes), axes)
+
+
+def after(value: Array, count: Array, *earlier: Array) -> Array:
+  """The same value, for a portable collective that must follow those which made ``earlier``.
+
+  XLA:CPU runs a loop's collectives beside later ones that do not need its results, on each rank in
+  an order of its own, and those of one kind then meet the wrong ones (seen in jax 0.11.2). It drops
+  barriers before that, so this is a select on what is never true: that ``count``, a scalar, is
+  negative. Only the data say that it is not, so no simplification can find it out.
+  """
+  firsts = (array.reshape(-1)[0] for array in earlier if array.size)
+  any_of_them = functools.reduce(jnp.logical_or, (first > 0 for first in firsts), jnp.bool_(False))
+  return jnp.where(any_of_them & (count < 0), jnp.zeros((), value.dtype), value)

@@ -56,7 +56,7 @@ def rewritten(folder: pathlib.Path, **changes: object) -> None:
     columns = {name: file[name] for name in file.files} | changes
   with chunk.open("wb") as file:
     arrays = {name: column for name, column in columns.items() if column is not None}
-    np.savez_compressed(file, allow_pickle=True, **arrays)  # pyright: ignore
+    np.savez_compressed(file, **arrays)  # pyright: ignore
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ultraep_jax.activations import Activation
 from ultraep_jax.compute import experts
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations
+from ultraep_jax.mesh import after
 from ultraep_jax.transport import exchange, replicate
 from ultraep_jax.types import Array, AxisName, ExpertWeights, Routes
 
@@ -279,19 +280,10 @@ def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
 
 
 def _after(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
-  """The same value, for portable exchanges that must come after those which made the earlier ones.
-
-  XLA:CPU runs a loop's collectives beside later ones that do not need its results, on each rank in
-  an order of its own, and those of one kind then meet the wrong ones (seen in jax 0.11.2). It drops
-  barriers before that, so this is a select on what is never true. That no count is negative is a
-  fact of the data, so no simplification can find it out.
-  """
+  """``mesh.after`` for portable exchanges; kernels need no order of their own."""
   if "mosaic_gpu" in (*static.replicating, *static.exchanging, *static.multiplying):
-    return value  # kernels run on GPUs
-  firsts = (array.reshape(-1)[0] for array in earlier if array.size)
-  any_of_them = functools.reduce(jnp.logical_or, (first > 0 for first in firsts), jnp.bool_(False))
-  never = any_of_them & (routing.home_rows_G[0] < 0)
-  return jnp.where(never, jnp.zeros((), value.dtype), value)
+    return value
+  return after(value, routing.home_rows_G[0], *earlier)
 
 
 def _combine(out: experts.ExpertOutput, this: _Round) -> Array:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.stress import plans as stress_plans
 from ultraep_jax.bench.stress.operations import Crossing, Operations, as_bits
+from ultraep_jax.mesh import after
 from ultraep_jax.tools import processes
 from ultraep_jax.types import Array
 
@@ -67,8 +68,9 @@ def _check_replicate(ops: Operations, salt: Array, plan: Any, scale: int) -> Arr
   bits = [_bits(salt + i, (_HOME, _cut(n, scale)), dtype) for i, (n, dtype) in enumerate(_COPIED)]
   arrays = [lax.bitcast_convert_type(b, d) for b, (_, d) in zip(bits, _COPIED, strict=True)]
   expert_S = replica_GS[lax.axis_index(AXIS)]
-  wrong = jnp.int32(0)
-  for got, sent in zip(ops.replicate(arrays, replica_GS, parent_GS), bits, strict=True):
+  wrong, copies = jnp.int32(0), ops.replicate(arrays, replica_GS, parent_GS)
+  for got, sent in zip(copies, bits, strict=True):
+    sent = after(sent, expert_S[0] + 1, *copies)
     want_SX = lax.all_gather(sent, AXIS, tiled=True)[jnp.maximum(expert_S, 0)]
     differs_SX = as_bits(got) != want_SX
     wrong += _count(differs_SX & (expert_S >= 0)[:, None])
@@ -91,6 +93,7 @@ def _check_reduce(ops: Operations, salt: Array, plan: Any, scale: int) -> Array:
   wrong = jnp.int32(0)
   sums = ops.reduce_replicas(replicas, homes, replica_GS, parent_GS)
   for got, replica, home in zip(sums, *integers, strict=True):
+    replica = after(replica, replica_GS[rank, 0] + 1, *sums)
     replica_NX = lax.all_gather(replica, AXIS, tiled=True)
     want_MX = home.at[target_N].add(replica_NX, mode="drop").astype(jnp.float32)
     wrong += _count(_one_zero(got) != _one_zero(want_MX))
@@ -153,6 +156,11 @@ def _check_combine(ops: Operations, salt: Array, routes: Any, scale: int) -> Arr
 def _cut(size: int, scale: int, unit: int = 16) -> int:
   """A size divided by ``scale``, in units."""
   return max(size // scale // unit, 1) * unit
+
+
+def _once_counted[T](tree: T, wrong: Array) -> T:
+  """The same values, for a check that must come after the one that counted."""
+  return jax.tree.map(lambda leaf: after(leaf, wrong, 1 - wrong), tree)
 
 
 # --- repetitions -----------------------------------------------------------------------------
@@ -245,11 +253,11 @@ def program(name: str, operations: Sequence[Operations], problem: Problem) -> An
     def repeat(matrix: Array, step: tuple[Array, Any]) -> tuple[Array, Array]:
       salt, plan = step
       matrix = multiply(matrix)
-      counts = [
-        check(ops, salt + jnp.uint32(16 * i), plan, problem.scale)
-        for i, ops in enumerate(operations)
-      ]
-      return matrix, jnp.sum(jnp.stack(counts))
+      total = jnp.int32(0)
+      for i, ops in enumerate(operations):
+        salt, plan = _once_counted((salt, plan), total)
+        total += check(ops, salt + jnp.uint32(16 * i), plan, problem.scale)
+      return matrix, total
 
     matrix, wrong_N = lax.scan(repeat, start.astype(jnp.bfloat16), (salt_N, plan_N))
     drifted = _count(matrix != lax.all_gather(matrix, AXIS)[0])
