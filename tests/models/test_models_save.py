@@ -3,11 +3,7 @@
 import functools
 import json
 import operator
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -22,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from prompts import FOLDER
 from safetensors.numpy import load_file
+from two_processes import run_on_two_processes
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
@@ -157,13 +154,10 @@ def test_what_cannot_be_saved(tmp_path):
   assert not list(tmp_path.glob("new/*.partial"))
 
 
-WORKER = """
-import sys
-import jax
-folder, like, port, process = *sys.argv[1:4], int(sys.argv[4])
-jax.distributed.initialize(f"localhost:{port}", 2, process)
+SAVE = """
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
+folder, like = arguments
 with jax.set_mesh(jax.make_mesh((8,), ("expert",))):
   model = models.load(like, balance=BalanceConfig(), attention_block=8)
   models.save(model, folder, like=like, dtype="stored")
@@ -173,25 +167,7 @@ with jax.set_mesh(jax.make_mesh((8,), ("expert",))):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_each_process_writes_its_own_part(tmp_path):
-  with socket.socket() as listener:
-    listener.bind(("localhost", 0))
-    port = listener.getsockname()[1]
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  arguments = [str(tmp_path), str(FOLDER / "olmoe"), str(port)]
-  workers = [
-    subprocess.Popen(
-      [sys.executable, "-c", WORKER, *arguments, str(i)], env=env, stderr=subprocess.PIPE, text=True
-    )
-    for i in range(2)
-  ]
-  try:
-    for worker in workers:
-      _, errors = worker.communicate(timeout=200)
-      assert worker.returncode == 0, errors[-3000:]
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.communicate()
+  run_on_two_processes(SAVE, tmp_path, FOLDER / "olmoe")
   got, want = tensors(tmp_path), tensors(FOLDER / "olmoe")
   assert set(got) == set(want) and all(same_bits(got[key], want[key]) for key in want)
   second = load_file(tmp_path / "model-00002-of-00002.safetensors")
