@@ -75,6 +75,25 @@ def test_saved_names_spare_backward_the_second_dispatch():
   assert all(many > few for many, few in zip(nothing, named, strict=True)), (nothing, named)
 
 
+def test_copies_travel_once_however_many_rounds():
+  """Once more in the backward pass, where the gradients of each round go home."""
+  problem = make_problem(make_mesh(4))
+
+  def sent(config, gradient):
+    def loss(x, gate, weights):
+      return jnp.sum(layer(problem, config)(x, problem.expert_index, gate, weights)[0])
+
+    program = jax.grad(loss, argnums=(0, 1, 2)) if gradient else loss
+    with jax.set_mesh(problem.mesh):
+      jaxpr = jax.make_jaxpr(program)(problem.x, problem.gate, problem.weights).jaxpr
+    return sum(eqn.primitive.name == "ppermute" for eqn in equations(jaxpr))
+
+  one_round = dataclasses.replace(SEVERAL_ROUNDS, capacity_factor=4.0)
+  weights = len(jax.tree.leaves(problem.weights))
+  assert sent(one_round, False) == sent(SEVERAL_ROUNDS, False) == weights
+  assert sent(one_round, True) == 3 * weights and sent(SEVERAL_ROUNDS, True) == 4 * weights
+
+
 def test_exchanges_wait_for_loops_of_others():
   """XLA:CPU would run them side by side, in another order on each rank."""
   problem = make_problem(make_mesh(4))

@@ -118,6 +118,34 @@ def test_each_group_of_experts_counts(two_processes):
   assert nodes.settle(uep.BalanceConfig(), across, "expert").domain_size == 2
 
 
+@pytest.mark.parametrize(
+  "ranks", [(8,), (4, 4), (3, 3, 2), (2, 4, 2), (6, 2), (4, 2, 2), (5, 3), (1,) * 8], ids=str
+)
+def test_domains_are_the_largest_that_lie_in_nodes(monkeypatch, ranks):
+  """Of one size, also where nodes have different numbers of ranks."""
+  node_N = np.repeat(np.arange(len(ranks)), ranks)
+  monkeypatch.setattr(nodes, "_node", lambda device: (node_N[device.id],))
+
+  def fits(size):
+    return all(len(set(part)) == 1 for part in node_N.reshape(-1, size))
+
+  settled = nodes.settle(uep.BalanceConfig(), mesh_of(*range(8)), "expert")
+  assert settled.domain_size == max(filter(fits, (1, 2, 4, 8)))
+  assert settled.node_size == max(n for n in range(1, 9) if not any(rank % n for rank in ranks))
+
+
+def test_devices_of_another_kind_are_not_taken_for_those_here(two_processes):
+  """A program for them is compiled as for one node, unless told otherwise."""
+
+  def domain(kind, size=8):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cpu")
+    mesh = AbstractMesh((size,), ("expert",), abstract_device=device)
+    return nodes.settle(uep.BalanceConfig(), mesh, "expert").domain_size
+
+  assert domain(jax.devices()[0].device_kind) == 4 and domain("another") == 8
+  assert domain(jax.devices()[0].device_kind, size=16) == 16  # more than there are
+
+
 @pytest.mark.parametrize("given", [True, False], ids=["given", "in context"])
 def test_a_layer_on_an_interleaved_mesh_is_refused(two_processes, given):
   problem = make_problem(mesh_of(*INTERLEAVED))
