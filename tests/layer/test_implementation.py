@@ -44,6 +44,12 @@ def test_kernels_that_reach_others_need_a_mesh_on_one_node():
     assert by_kernel(4) == by_kernel(1) == LOCAL
     reason = implementation.why_portable("exchange", 4)
     assert reason == "it reaches other GPUs, which needs a mesh on one node, this is on 2"
+  with gpus(), on_mesh(32):
+    assert by_kernel(72) == set(implementation.OPERATIONS)
+  with gpus(), on_mesh(72):  # joined, but too many for XLA's barrier
+    assert by_kernel(72) == LOCAL
+    reason = implementation.why_portable("replicate", 72)
+    assert reason == "it reaches other GPUs, of which XLA joins at most 32, this is a mesh of 72"
   with gpus(), on_mesh(1):
     assert by_kernel(1) == set(implementation.OPERATIONS)
 
