@@ -73,6 +73,22 @@ def test_devices_say_what_node_they_are_of(devices, reason, monkeypatch):
     assert reason in reasons["exchange"] and reasons["exchange"] == reasons["replicate"]
 
 
+class Old(Device):
+  device_kind = "an old one"
+
+
+def test_a_node_of_different_gpus_runs_what_all_of_them_can(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [Device(), Device(), Old(compute_capability="8.0")])
+  with gpus():
+    assert by_kernel() == set()
+    reason = implementation.why_portable("plan")
+    assert reason == "the kernels need Hopper or Blackwell GPUs, this is a an old one"
+    with on_mesh(3):
+      assert by_kernel() == set()
+    with on_mesh(2):  # of the two that are alike
+      assert by_kernel() == set(implementation.OPERATIONS)
+
+
 def test_the_last_reason_is_raised():
   def cannot(reason):
     def fail():

@@ -95,8 +95,8 @@ def cross(
   """
 
   def portable() -> Crossing:
-    num_ranks = lax.axis_size(axis_name)
-    if node_exchange.saves(*routes.dest_TK.shape, num_ranks, node_ranks):
+    num_tokens, top_k = routes.dest_TK.shape
+    if node_exchange.saves(num_tokens, top_k, lax.axis_size(axis_name), node_ranks):
       return node_exchange.cross(routes, round_index, capacity, axis_name, node_ranks)
     return block_exchange.cross(routes, round_index, capacity, axis_name)
 
