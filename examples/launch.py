@@ -152,7 +152,7 @@ def work(job: Job, index: int | None = None) -> None:
         heartbeat_timeout_seconds=job.heartbeat,
       )
     if jax.process_index():
-      sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for libraries
     run(job)
     status = 0
   except SystemExit as stop:

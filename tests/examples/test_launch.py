@@ -11,12 +11,12 @@ import time
 
 import launch
 import pytest
+from other_host import other_host
 from ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/launch.py"
 WORKER = ROOT / "tests/helpers/multiprocess_worker.py"
-BOOT_ID = "/proc/sys/kernel/random/boot_id"  # by which XLA tells hosts apart
 
 
 @pytest.fixture
@@ -83,32 +83,21 @@ def test_a_killed_process_ends_those_of_all_hosts_with_a_message_each(start):
   assert last.endswith("if it lost another process, that one's host says why")
 
 
-def other_host(tmp_path: pathlib.Path) -> tuple[str, ...]:
-  """What makes a command believe that it is on another machine than its siblings."""
-  boot_id = tmp_path / "boot_id"
-  boot_id.write_text("11111111-2222-3333-4444-555555555555\n")
-  mount = f'mount --bind {boot_id} {BOOT_ID} && exec "$@"'
-  prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh")
-  try:
-    allowed = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
-  except OSError:
-    allowed = False
-  if not allowed:
-    pytest.skip("expected the right to mount a file over the kernel's boot_id, got none")
-  return prefix
-
-
 @pytest.mark.multiprocess
 def test_doctor_on_two_hosts(start, tmp_path):
-  """Each host is a node, and copies stay inside it; the first process alone prints."""
+  """Each host is a node, and copies stay inside it; the first process alone prints.
+
+  The layer that is checked sends tokens from one to the other.
+  """
   prefix = other_host(tmp_path)
   first, second = hosts(free_port())
-  doctor = ("-m", "ultraep_jax", "doctor", "--no-check")
+  doctor = ("-m", "ultraep_jax", "doctor")
   one, two = start(*first, *doctor, devices=2), start(*second, *doctor, devices=2, prefix=prefix)
   out, errors = finish(one)
   assert one.returncode == 0, errors[-3000:]
   assert 'nodes:          2, of 2 devices; domain_size="auto" keeps copies among 2 ranks' in out
-  assert "(2 processes)" in out
+  assert "(2 processes)" in out and "check:          passed" in out
+  assert 'jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2)), ("data", "expert"))' in out
   assert finish(two)[0] == ""
 
 
