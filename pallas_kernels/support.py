@@ -15,6 +15,7 @@ _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
 _SMS, _SHARED_BYTES = 132, 227 * 1024
 _NCCL_ACROSS_PROCESSES = (2, 29)  # has ncclGetPeerDevicePointer, through which XLA finds peers
+_MOST_PEERS = 32  # that XLA's barrier in front of such a kernel holds (openxla/xla#47283)
 _GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # by the major number of the compute capability
 
 
@@ -73,6 +74,9 @@ def why_unreachable(devices: Sequence[Any], size: int) -> str | None:
     devices: all of JAX's.
     size: of the mesh, which is on one node.
   """
+  if size > _MOST_PEERS:
+    most = f"at most {_MOST_PEERS}"
+    return f"it reaches other GPUs, of which XLA joins {most}, this is a mesh of {size}"
   per_process = collections.Counter(device.process_index for device in devices)
   if len(per_process) == 1 or size == 1:
     return None

@@ -46,6 +46,19 @@ def test_experts_along_the_outer_axis():
   assert described(4, 2, names=names, node_size=8) == (8, 4)
 
 
+def test_ranks_of_a_node_along_the_axis(two_processes):
+  """Whatever the domains are; nodes that take turns have one each."""
+  outer = AbstractMesh((4, 2), ("expert", "data"))
+  for mesh, config, ranks in (
+    (AbstractMesh((2, 4), ("data", "expert")), {"node_size": 4, "domain_size": 2}, 4),
+    (outer, {"node_size": 4}, 2),
+    (outer, {"node_size": 8}, 4),
+    (mesh_of(*range(8)), {"domain_size": None}, 4),
+    (mesh_of(*INTERLEAVED), {"domain_size": None}, 1),
+  ):
+    assert nodes.ranks(uep.BalanceConfig(**config), mesh, "expert") == ranks
+
+
 @pytest.mark.parametrize(
   ("config", "message"),
   [
