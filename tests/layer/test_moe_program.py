@@ -127,3 +127,23 @@ def test_exchanges_of_several_layers_wait_for_each_other(policy):
   for name in ("all_to_all", "ppermute"):
     assert sum(eqn.primitive.name == name for eqn in equations(jaxpr)) > 16
     assert not [(a.primitive, b.primitive) for a, b in unordered_exchanges(jaxpr, name)]
+
+
+def test_further_rounds_add_to_the_gradients_of_the_first():
+  """No round has gradients of all home weights of its own, which are float32 and large."""
+  mesh, experts, width, inner = make_mesh(2), 16, 64, 128
+  matrix = jax.ShapeDtypeStruct((experts, width, inner), jnp.float32)
+  weights = uep.ExpertWeights(matrix, matrix, jax.ShapeDtypeStruct((experts, inner, width), "f4"))
+  x = jax.ShapeDtypeStruct((64, width), jnp.float32)
+  index, gate = (jax.ShapeDtypeStruct((64, 2), dtype) for dtype in ("i4", "f4"))
+
+  def memory(config):
+    def loss(x, gate, weights, index):
+      return jnp.sum(uep.sharded_moe(x, index, gate, weights, config=config, mesh=mesh)[0])
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    return grads.lower(x, gate, weights, index).compile().memory_analysis().temp_size_in_bytes
+
+  one_round = dataclasses.replace(SEVERAL_ROUNDS, capacity_factor=2.0)
+  a_set = 3 * experts // 2 * width * inner * 4
+  assert memory(SEVERAL_ROUNDS) - memory(one_round) < a_set / 2

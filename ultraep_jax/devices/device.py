@@ -52,6 +52,14 @@ class Device:
   tunings: Tunings = UNTUNED
   portable: "Device | None" = None
 
+  def __repr__(self) -> str:
+    """Short: a configuration that holds a device is printed too.
+
+    >>> Device.load("h100")
+    Device('h100', of 'NVIDIA H100')
+    """
+    return f"{type(self).__name__}({self.name!r}, of {', '.join(map(repr, self.kinds)) or 'none'})"
+
   @staticmethod
   def names() -> list[str]:
     """The descriptions that come with the package."""
