@@ -62,5 +62,6 @@ def grouped_matmul(
   )
   operands = rows_CK, weights_PKN.mT if transpose_rhs else weights_PKN, group_size_P
   # Its loop over warps takes no reference of a varying type.
-  out_CN = blackwell_ragged_dot_mgpu.ragged_dot_kernel(*varying.untyped(operands), config)
+  rows, weights, sizes = varying.untyped(operands)
+  out_CN = blackwell_ragged_dot_mgpu.ragged_dot_kernel(rows, weights, sizes, config)
   return varying.vary(out_CN, varying.axes_of(*operands))
