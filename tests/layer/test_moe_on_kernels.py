@@ -316,7 +316,7 @@ def test_blackwell_gpus_multiply_by_the_kernel_of_jax(monkeypatch):
   with jax.set_mesh(mesh), fake_devices.gpus("10.0"):
     apply = functools.partial(uep.sharded_moe, config=config)
     traced = gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
-    names = kernel_names(traced.jaxpr)
+    names = kernel_names(traced.jaxpr) - {None}  # JAX's kernel has nameless parts
     assert {name for name in names if not name.startswith("ragged_dot_kernel")} == BLACKWELL
     assert len(names) == len(BLACKWELL) + 1
     # Slots that no other test has, so that nothing is traced already.
