@@ -167,4 +167,4 @@ def test_kernel_files_begin_with_an_example():
   files = [path for folder in folders for path in folder.glob("*.py") if path.stem not in PLAIN]
   docs = {path.name: ast.get_docstring(ast.parse(path.read_text())) or "" for path in files}
   assert len(docs) > 20
-  assert not [name for name, doc in docs.items() if not re.search(r"::\n\n  \S", doc)]
+  assert not [name for name, doc in docs.items() if not re.search(r"::\n\n  +\S", doc)]
