@@ -228,14 +228,14 @@ def launch(
       (full, free), and one for the warpgroups that multiply.
     operands: arrays.
     loads: that arrive at a stage.
-    out_type: of the results.
+    out_type: of the results, the first of them those of ``into``.
     shared: shared memory; views of one memory in the order of their parts.
     tile: its number of strips decides who waits for what.
     tuning: of the kernel, placed.
     kernel_name: in traces.
     approx_math: whether exp, tanh, … may be the device's approximations.
-    into: arrays of ``out_type`` to write into, in their memory if nothing else needs them: what
-      the kernel does not write stays. Not with ``beside``.
+    into: arrays to write results into, in their memory if nothing else needs them: what the
+      kernel does not write stays. Not with ``beside``.
     beside: a transfer with as many workers a block as this kernel has warpgroups, which does not
       touch this kernel's operands. It runs in blocks of its own, the first ones: the device starts
       them first, so that on no rank they wait for blocks that multiply.
@@ -253,7 +253,7 @@ def launch(
       f"and {tuning.cluster}"
     )
   riding = beside.tuning.num_blocks if beside else 0
-  written = [] if into else out_type
+  written = out_type[len(into) :]
   ride_given = len(ride.operands) + len(ride.updated)
   counts = [len(operands), ride_given + len(into), len(written), len(ride.out_type)]
 
@@ -261,7 +261,8 @@ def launch(
     inputs, ride_inputs, outs, ride_outs, ride_scratch, rest = tiles.split(
       refs, [*counts, len(ride.scratch_types)]
     )
-    outs = ride_inputs if into else outs
+    if into:
+      outs = [*ride_inputs, *outs]
     views, *barriers = rest
     *views, buffers = views if beside else (*views, ())
     if not beside:
@@ -303,6 +304,8 @@ def launch(
     ),
     kernel_name=kernel_name,
   )
+  if into:
+    return [*results[len(written) :], *results[: len(written)]], None
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 
 

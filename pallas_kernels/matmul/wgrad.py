@@ -43,6 +43,7 @@ def grouped_matmul_wgrad(
   num_home: int,
   *,
   filled_S: Array | None = None,
+  into_MKN: Array | None = None,
   tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
@@ -55,6 +56,8 @@ def grouped_matmul_wgrad(
     num_home: M, at least 1.
     filled_S: ``[S]`` bool, the replica slots that hold an expert; ``None``: all. The others have
       no rows.
+    into_MKN: ``[M, K, N]`` float32, what to add the gradients of home slots to, in its memory if
+      nothing else needs it. Slots without rows are not touched. ``None``: zeros.
     tuning: how the kernel is laid out.
 
   Returns:
@@ -66,7 +69,7 @@ def grouped_matmul_wgrad(
     ValueError: shapes that do not fit together.
   """
   arguments = rows_CK, grad_CN, group_size_P, num_home
-  return wgrad_beside(None, *arguments, filled_S=filled_S, tuning=tuning)[0]
+  return wgrad_beside(None, *arguments, filled_S=filled_S, into_MKN=into_MKN, tuning=tuning)[0]
 
 
 def wgrad_beside(
@@ -77,6 +80,7 @@ def wgrad_beside(
   num_home: int,
   *,
   filled_S: Array | None = None,
+  into_MKN: Array | None = None,
   tuning: MatmulTuning | None = None,
 ) -> tuple[tuple[Array, Array], Any]:
   """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
@@ -99,10 +103,15 @@ def wgrad_beside(
   num_replica = num_slots - num_home
   if filled_S is not None:
     layout.expect_shape("filled_S", filled_S, (num_replica,))
+  adds = into_MKN is not None
+  if adds:
+    layout.expect_shape("into_MKN", into_MKN, (num_home, depth, cols))
+    if into_MKN.dtype != jnp.float32:
+      raise ValueError(f"into_MKN: expected float32, got {into_MKN.dtype}")
   out_type = functools.partial(jax.typeof(rows_CK).update, dtype=jnp.dtype(jnp.float32))
   grads, transferred = pipeline.launch(
-    functools.partial(_body, num_home=num_home, tile=tile, tuning=tuning),
-    *(inner_steps(group_size_P, num_home, filled_S), rows_CK, grad_CN),
+    functools.partial(_body, num_home=num_home, adds=adds, tile=tile, tuning=tuning),
+    *(inner_steps(group_size_P, num_home, filled_S, adds), rows_CK, grad_CN),
     out_type=[out_type(shape=(n, depth, cols)) for n in (num_home, num_replica) if n],
     shared=[
       [
@@ -115,13 +124,16 @@ def wgrad_beside(
     tile=tile,
     tuning=tuning,
     kernel_name="grouped_matmul_wgrad",
+    into=(into_MKN,) if adds else (),
     beside=transfer,
   )
   replica = grads[1] if num_replica else jnp.zeros((0, depth, cols), jnp.float32)
   return (grads[0], replica), transferred
 
 
-def inner_steps(group_size_P: Array, num_home: int, filled_S: Array | None) -> Array:
+def inner_steps(
+  group_size_P: Array, num_home: int, filled_S: Array | None, adds: bool = False
+) -> Array:
   """Which rows are contracted for each slot.
 
   TMA loads stages that begin at a multiple of 8. So the first and the last one of a group may
@@ -134,9 +146,9 @@ def inner_steps(group_size_P: Array, num_home: int, filled_S: Array | None) -> A
   start_P = layout.sum_before(group_size_P)
   before_P = start_P % _ALIGNED
   lines_3P = jnp.stack([start_P - before_P, before_P, before_P + group_size_P])
-  filled_P = jnp.ones(group_size_P.shape, bool)
-  if filled_S is not None:
-    filled_P = jnp.concatenate([filled_P[:num_home], filled_S])
+  some_P = jnp.ones(group_size_P.shape, bool)
+  home_M = (group_size_P > 0 if adds else some_P)[:num_home]
+  filled_P = jnp.concatenate([home_M, some_P[num_home:] if filled_S is None else filled_S])
   count_P = jnp.broadcast_to(jnp.sum(filled_P, dtype=jnp.int32), group_size_P.shape)
   table_4P = _largest_first(jnp.where(filled_P, group_size_P, -1), lines_3P)
   return jnp.concatenate([table_4P, count_P[None]])
@@ -163,6 +175,7 @@ def _body(
   both: Any,
   *,
   num_home: int,
+  adds: bool,
   tile: Tile,
   tuning: MatmulTuning,
 ) -> None:
@@ -178,16 +191,18 @@ def _body(
     band = tuning.band // (tile.cols * tuning.cluster)
     row, col = layout.position(in_slot, num_rows, num_cols, band)
     # The last tile, or strip, may begin inside the one before: both compute the same bits.
-    col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
+    first_col = (col * tuning.cluster + rank) * tile.cols
+    col = lax.min(first_col, jnp.int32(width - tile.cols))
     slot, first_row, begin, end = (table[line, index] for line in range(4))
     steps = lax.select(end > begin, lax.div(end + DEPTH - 1, jnp.int32(DEPTH)), jnp.int32(0))
-    return Work(steps, (slot, first_row, begin, end, row * tile.rows, col))
+    overlap = (first_col - col,) if adds else ()
+    return Work(steps, (slot, first_row, begin, end, row * tile.rows, col, *overlap))
 
   def strip_row(out_row: Array, strip: Array | int) -> Array:
     return lax.min(out_row + strip * tile.strip, jnp.int32(height - tile.strip))
 
   def load(work: Work, before: Array, owner: Array) -> None:
-    _, first_row, _, _, out_row, out_col = work.rest
+    _, first_row, _, _, out_row, out_col, *_ = work.rest
 
     def step(k: Array, _: None) -> None:
       stage, loaded = ring.acquire(before + k, owner)
@@ -219,7 +234,7 @@ def _body(
       plgpu.barrier_wait(both)
 
   def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
-    slot, _, begin, end, out_row, out_col = work.rest
+    slot, _, begin, end, out_row, out_col, *overlap = work.rest
     strip_start = strip_row(out_row, strip)
 
     def prepare(k: Array | int, stage: Array) -> None:
@@ -240,14 +255,18 @@ def _body(
     for i, (r, c) in enumerate(pieces):
       piece = staged.at[me, i % tuning.buffers]
       plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
-      piece[...] = product[r : r + _PIECE[0], c : c + _PIECE[1]]
+      part = product[r : r + _PIECE[0], c : c + _PIECE[1]]
+      if adds:  # what a tile or a strip shares with the one before is added once
+        mine = (strip_start + r >= out_row + strip * tile.strip) & (c >= overlap[0])
+        part = jnp.where(mine | (slot >= num_home), part, jnp.float32(0))
+      piece[...] = part
       plgpu.commit_smem()
       at = pl.ds(strip_start + r, _PIECE[0]), pl.ds(out_col + c, _PIECE[1])
 
-      def store(out: Any, slot: Array, piece: Any = piece, at: Any = at) -> None:
-        plgpu.copy_smem_to_gmem(piece, out.at[slot, *at])
+      def store(out: Any, slot: Array, by: Any = None, piece: Any = piece, at: Any = at) -> None:
+        plgpu.copy_smem_to_gmem(piece, out.at[slot, *at], reduction_op=by)
 
-      when(slot < num_home)(functools.partial(store, outs[0], slot))
+      when(slot < num_home)(functools.partial(store, outs[0], slot, "add" if adds else None))
       when(slot >= num_home)(functools.partial(store, outs[-1], slot - num_home))
 
   num_tiles = table[4, 0] * slot_tiles

@@ -78,6 +78,7 @@ def install() -> None:
   _patch_devices()
   _patch_remote_references()
   _patch_semaphores()
+  _patch_sums()
 
 
 # --- devices ---------------------------------------------------------------------------------
@@ -162,6 +163,50 @@ def _on_device(key: Any, device_id: Any) -> jax.Array:
   info = _here.device
   logical = utils.device_coords_to_logical_id(device_id, info.axis_sizes, info.axis_indices)
   return jnp.asarray(key).at[_DEVICE].set(logical)
+
+
+# --- sums in memory --------------------------------------------------------------------------
+
+
+def _patch_sums() -> None:
+  """``copy_smem_to_gmem`` with ``reduction_op="add"``."""
+  copy, task = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
+
+  class Add(task):
+    def __call__(self, tma_thread_id: int) -> None:
+      shared = gpu_callbacks._get_shared_memory()
+      self.pre_read(tma_thread_id, shared)
+
+      def read(key: Any, access: Any) -> Any:
+        return shared.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[
+          0
+        ]
+
+      value = read(self.src_allocation_key, self.src_access)
+      self.post_read(tma_thread_id, shared)
+      total = read(self.dst_allocation_key, self.dst_access) + value
+      shared.store_buffer_content(
+        self.dst_allocation_key,
+        self.dst_access,
+        total,
+        self.thread,
+        logging_info=self.logging_info,
+      )
+      self.post_write(tma_thread_id, shared)
+
+  def make(**arguments: Any) -> Any:
+    return (Add if getattr(_here, "adds", False) else task)(**arguments)
+
+  def copy_or_add(*, reduction_op: Any, **arguments: Any) -> Any:
+    assert reduction_op in (None, "add"), reduction_op
+    _here.adds = reduction_op is not None
+    try:
+      return copy(reduction_op=None, **arguments)
+    finally:
+      _here.adds = False
+
+  gpu_callbacks.AsyncCopySmemToGmemTask = make
+  gpu_callbacks.copy_smem_to_gmem = copy_or_add
 
 
 # --- semaphores ------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def expert_backward(
   group_size_P: Array,
   activation: Activation,
   *,
+  into: ExpertWeights | None = None,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
 ) -> ExpertGrads:
@@ -175,6 +176,8 @@ def expert_backward(
     replicas: weights of the replica slots, and where their gradients go.
     group_size_P: rows per slot.
     activation: of the forward pass.
+    into: gradients of the home weights, to which these are added, in place where XLA can. The
+      copies must be known.
     implementations: of the matmuls, to try in order.
     tunings: how kernels are laid out.
   """
@@ -191,7 +194,7 @@ def expert_backward(
   )
   copying = replicas.copying()
   # The gate scales inner rather than grad, whose rows are longer.
-  wo_grads, leaves = wgrad(copying, _scaled(inner_CF, gate_C), grad_CD)
+  wo_grads, leaves = wgrad(copying, _scaled(inner_CF, gate_C), grad_CD, into_MKN=into and into.wo)
   copies = replicas.copies() if copying is None else _of_leaves(home, leaves)
 
   # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
@@ -202,13 +205,21 @@ def expert_backward(
   bias_grads = None
   if (bias := _bias(home.wo_bias, copies.wo_bias)) is not None:
     gate_grad_C += _times_bias(grad_CD, bias, group_size_P)
-    bias_grads = sums(gate_C, grad_CD)
+    bias_grads = sums(gate_C, grad_CD, into_MN=into and into.wo_bias)
   (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
 
-  into_grads = [wgrad(None, rows_CD, grad)[0] for grad in hidden_grad]
+  no_sums = [None] * len(hidden_grad)
+  into_grads = [
+    wgrad(None, rows_CD, grad, into_MKN=of)[0]
+    for grad, of in zip(hidden_grad, into.projections if into else no_sums, strict=True)
+  ]
   into_bias_grads = []
   if home.projection_biases:
-    into_bias_grads = [sums(jnp.ones_like(gate_C), grad) for grad in hidden_grad]
+    ones_C = jnp.ones_like(gate_C)
+    into_bias_grads = [
+      sums(ones_C, grad, into_MN=of)
+      for grad, of in zip(hidden_grad, into.projection_biases if into else no_sums, strict=True)
+    ]
   home_grads, replica_grads = (
     home.with_values(
       [grads[of] for grads in into_grads],

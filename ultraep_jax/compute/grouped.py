@@ -100,21 +100,25 @@ def wgrad_beside(
   filled_S: Array | None,
   implementations: Implementations,
   tunings: Tunings,
+  into_MKN: Array | None = None,
 ) -> tuple[tuple[Array, Array], Any]:
-  """Gradients to weights, anything for slots that are not filled, and the result of a transfer."""
+  """Gradients to weights, anything for slots that are not filled, and the result of a transfer.
+
+  Those of home slots are added to ``into_MKN``, float32; not with a transfer.
+  """
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
   tuning = tunings.find(operation, rows_CK.shape[1], grad_CN.shape[1])
 
   def by_kernel() -> tuple[tuple[Array, Array], Any]:
-    options: Any = {"filled_S": filled_S, "tuning": tuning}
+    options: Any = {"filled_S": filled_S, "into_MKN": into_MKN, "tuning": tuning}
     if transfer is None:
       return kernels.grouped_matmul_wgrad(*arguments, **options), None
     return kernels.wgrad_beside(transfer, *arguments, **options)
 
   candidates = {
     "mosaic_gpu": by_kernel,
-    "portable": lambda: (tile_matmul.wgrad(*arguments), transfer and transfer.launch()),
+    "portable": lambda: (tile_matmul.wgrad(*arguments, into_MKN), transfer and transfer.launch()),
   }
   return first_that_can(implementations, candidates)
 
@@ -134,8 +138,9 @@ def rows_grad_beside(
   tuning = tunings.find(operation, inner * len(homes_MKN), width)
 
   def one_by_one() -> Array:
+    options: Any = {"implementations": implementations, "tunings": tunings}
     products = (
-      tile_matmul.matmul(*operands, group_size_P, True)
+      grouped_matmul(*operands, group_size_P, transpose_rhs=True, **options)
       for operands in zip(grads_CN, homes_MKN, replicas_SKN, strict=True)
     )
     return functools.reduce(jnp.add, products)
@@ -152,7 +157,8 @@ def rows_grad_beside(
     ),
     "portable": lambda: (one_by_one(), transfer and transfer.launch()),
   }
-  return first_that_can(implementations, candidates)
+  # One by one, a kernel may still suit that cannot add them up.
+  return first_that_can((*implementations, "portable"), candidates)
 
 
 def slot_sums(
@@ -162,6 +168,7 @@ def slot_sums(
   num_home: int,
   *,
   filled_S: Array | None = None,
+  into_MN: Array | None = None,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
 ) -> tuple[Array, Array]:
@@ -173,6 +180,7 @@ def slot_sums(
     group_size_P: ``[M + S]`` int32.
     num_home: M.
     filled_S: as in ``wgrad_beside``.
+    into_MN: ``[M, N]`` float32, what to add the sums of home slots to; ``None``: zeros.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
 
@@ -184,4 +192,5 @@ def slot_sums(
   scale_CK = jnp.broadcast_to(scale_C[:, None], (scale_C.shape[0], columns)).astype(rows_CN.dtype)
   arguments = scale_CK, rows_CN, group_size_P, num_home, filled_S
   home_MKN, replica_SKN = wgrad_beside(None, *arguments, implementations, tunings)[0]
-  return home_MKN[:, 0], replica_SKN[:, 0]
+  home_MN = home_MKN[:, 0] if into_MN is None else into_MN + home_MKN[:, 0]
+  return home_MN, replica_SKN[:, 0]

@@ -35,6 +35,7 @@ class Static(NamedTuple):
   axis_name: AxisName
   capacity: int
   domain_size: int
+  node_ranks: int
   activation: Activation
   replicating: Implementations
   exchanging: Implementations
@@ -71,7 +72,7 @@ class _Round(NamedTuple):
 
 
 class _Grads(NamedTuple):
-  """What one round adds to the gradients: float32, but those of x, which are in its dtype."""
+  """Gradients: float32, but those of x, which are in its dtype."""
 
   x_TD: Array
   gate_TK: Array
@@ -114,7 +115,10 @@ def _backward(
   replicas = _replicas(static, x_TD.dtype, ordered, routing)
 
   def round_grads(
-    index: Array | int, this: _Round, replicas: replicate.Replicas
+    index: Array | int,
+    this: _Round,
+    replicas: replicate.Replicas,
+    into: ExpertWeights | None = None,
   ) -> tuple[_Grads, ExpertWeights]:
     assert this.hidden is not None
     grad_CD = this.crossing.dispatch(_after(static, routing, grad_TD, this.gate_C, this.rows_CD))
@@ -127,6 +131,7 @@ def _backward(
       replicas,
       _round_sizes(static, routing, index),
       static.activation,
+      into=into,
       implementations=static.multiplying,
       tunings=static.tunings,
     )
@@ -144,7 +149,8 @@ def _backward(
   def add_round(index: Array, total: _Grads) -> _Grads:
     start = _cross(static, x_TD, gate_TK, routing, index)
     _, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
-    return jax.tree.map(jnp.add, total, round_grads(index, this, replicas)[0])
+    grads, _ = round_grads(index, this, replicas, total.home)
+    return _Grads(total.x_TD + grads.x_TD, total.gate_TK + grads.gate_TK, grads.home)
 
   if routing.rounds is not None:
     total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, total)
@@ -212,6 +218,7 @@ def _cross(
     static.axis_name,
     width=x_TD.shape[1],
     dtype=x_TD.dtype,
+    node_ranks=static.node_ranks,
     implementations=static.exchanging,
     tunings=static.tunings,
   )

@@ -59,9 +59,13 @@ def matmul(
 
 
 def wgrad(
-  rows_CK: Array, grad_CN: Array, group_size_P: Array, num_home: int
+  rows_CK: Array,
+  grad_CN: Array,
+  group_size_P: Array,
+  num_home: int,
+  into_MKN: Array | None = None,
 ) -> tuple[Array, Array]:
-  """As ``grouped.grouped_matmul_wgrad``."""
+  """As ``grouped.wgrad_beside``; the gradient of a replica slot without rows is zero."""
   tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
   axes = varying_axes(rows_CK, grad_CN, group_size_P)
 
@@ -84,7 +88,8 @@ def wgrad(
 
   num_replica = group_size_P.shape[0] - num_home
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  home_MKN = lax.fori_loop(jnp.int32(0), home_tiles, accumulate(0), zeros(num_home))
+  home_MKN = zeros(num_home) if into_MKN is None else to_varying(into_MKN, axes)
+  home_MKN = lax.fori_loop(jnp.int32(0), home_tiles, accumulate(0), home_MKN)
   replica_SKN = zeros(num_replica)
   if num_replica:
     replica_SKN = lax.fori_loop(home_tiles, all_tiles, accumulate(num_home), replica_SKN)
