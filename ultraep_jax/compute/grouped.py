@@ -138,8 +138,9 @@ def rows_grad_beside(
   tuning = tunings.find(operation, inner * len(homes_MKN), width)
 
   def one_by_one() -> Array:
+    options: Any = {"implementations": implementations, "tunings": tunings}
     products = (
-      tile_matmul.matmul(*operands, group_size_P, True)
+      grouped_matmul(*operands, group_size_P, transpose_rhs=True, **options)
       for operands in zip(grads_CN, homes_MKN, replicas_SKN, strict=True)
     )
     return functools.reduce(jnp.add, products)
@@ -156,7 +157,8 @@ def rows_grad_beside(
     ),
     "portable": lambda: (one_by_one(), transfer and transfer.launch()),
   }
-  return first_that_can(implementations, candidates)
+  # One by one, a kernel may still suit that cannot add them up.
+  return first_that_can((*implementations, "portable"), candidates)
 
 
 def slot_sums(
@@ -185,7 +187,7 @@ def slot_sums(
   Returns:
     ``[M, N]`` and ``[S, N]``, float32.
   """
-  # A matmul of one column, of which the kernel has 64.
+  # A matmul of one column; the kernel's columns come by 64.
   columns = kernels.UNIT if "mosaic_gpu" in implementations else 1
   scale_CK = jnp.broadcast_to(scale_C[:, None], (scale_C.shape[0], columns)).astype(rows_CN.dtype)
   arguments = scale_CK, rows_CN, group_size_P, num_home, filled_S
