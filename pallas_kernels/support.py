@@ -15,11 +15,9 @@ _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
 _SMS, _SHARED_BYTES = 132, 227 * 1024
 _NCCL_ACROSS_PROCESSES = (2, 29)  # has ncclGetPeerDevicePointer, through which XLA finds peers
+_MOST_PEERS = 32  # that XLA's barrier in front of such a kernel holds (openxla/xla#47283)
 BLACKWELL = 10
-_GENERATIONS = {
-  9: "Hopper",
-  BLACKWELL: "Blackwell",
-}  # by the major number of the compute capability
+_GENERATIONS = {9: "Hopper", BLACKWELL: "Blackwell"}  # by the compute capability's major number
 # Of GPUs that are only described, to compile for, JAX says the name and no compute capability.
 _NAMES = {
   9: ("H100", "H200", "H20", "H800", "GH200"),
@@ -89,6 +87,9 @@ def why_unreachable(devices: Sequence[Any], size: int) -> str | None:
     devices: all of JAX's.
     size: of the mesh, which is on one node.
   """
+  if size > _MOST_PEERS:
+    most = f"at most {_MOST_PEERS}"
+    return f"it reaches other GPUs, of which XLA joins {most}, this is a mesh of {size}"
   per_process = collections.Counter(device.process_index for device in devices)
   if len(per_process) == 1 or size == 1:
     return None

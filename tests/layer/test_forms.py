@@ -192,6 +192,20 @@ def test_ready_made_units(unit, expected):
   np.testing.assert_allclose(unit(gate, up), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", [Layout.APART, Layout.FUSED, Layout.INTERLEAVED])
+def test_units_compute_in_float32_and_round_once(layout):
+  pair = jnp.asarray(reference_values(), jnp.bfloat16)
+  hidden = {
+    Layout.APART: tuple(pair),
+    Layout.FUSED: (pair.reshape(-1),),
+    Layout.INTERLEAVED: (pair.T.reshape(-1),),
+  }[layout]
+  want = CLAMPED(*pair.astype(jnp.float32)).astype(jnp.bfloat16)
+  got = activations.inner(hidden, layout, CLAMPED)
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+
+
 def test_squared_relu():
   x = reference_values()[0]
   np.testing.assert_allclose(activations.squared_relu(x), np.maximum(x, 0) ** 2, rtol=1e-6)

@@ -200,6 +200,7 @@ def test_a_choice_that_is_made_again_gets_the_same_gates(scoring):
     scoring=scoring,
     num_expert_groups=4,
     topk_groups=2,
+    routed_scaling=2.5,
     use_selection_bias=True,
   )
   logits, bias, mask = jnp.asarray(spaced_logits(9)), jnp.asarray(make_bias()), jnp.arange(24) > 2
@@ -222,9 +223,9 @@ def test_a_choice_that_is_made_again_gets_the_same_gates(scoring):
   token = jnp.arange(24) % 8
   hashed = gate(logits, config, bias, expert_index_TK=table[token])
   np.testing.assert_array_equal(hashed.expert_index_TK, table[token])
-  np.testing.assert_array_equal(hashed.gate_TK[7], [1.0, 0.0, 0.0])
+  np.testing.assert_array_equal(hashed.gate_TK[7], [2.5, 0.0, 0.0])
   score = SCORES[scoring](logits)[3, table[3]]
-  np.testing.assert_allclose(hashed.gate_TK[3], score / score.sum(), rtol=1e-6)
+  np.testing.assert_allclose(hashed.gate_TK[3], 2.5 * score / score.sum(), rtol=1e-6)
 
 
 def test_logits_of_a_router_in_bfloat16():

@@ -278,10 +278,11 @@ def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch
 
 
 def test_mesh_advice():
-  one = mesh_advice(1, "cpu")
+  one = mesh_advice(1, "cpu", 1)
   assert "nothing to balance" in one and "jax_num_cpu_devices" in one
-  assert "jax_num_cpu_devices" not in mesh_advice(1, "gpu")
-  assert '("expert",))' in mesh_advice(8, "gpu")
+  assert "jax_num_cpu_devices" not in mesh_advice(1, "gpu", 1)
+  assert '("expert",))' in mesh_advice(8, "gpu", 8)
+  assert "jax.sharding.Mesh(np.reshape(jax.devices(), (4, 8))" in mesh_advice(32, "gpu", 8)
 
 
 # --- plan ------------------------------------------------------------------------------------
