@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from layer_problems import (
@@ -388,6 +389,12 @@ def refused(layout, change, error, match):
       {"wi": QUANTISED},
       TypeError,
       r"weights.wi: expected an array, got Quantised of 2 arrays \(quantised weights",
+    ),
+    (
+      "apart",
+      {"wo": nnx.Param(jnp.ones((EXPERTS, INNER, 8)))},
+      TypeError,
+      r"weights.wo: expected an array, got Param: pass wo\[...\]",
     ),
     (
       "apart",

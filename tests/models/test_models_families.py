@@ -53,7 +53,11 @@ def test_logits(name, mesh, strategy):
 
 
 @pytest.mark.parametrize(
-  "name", [n if n == "qwen3_next" else pytest.param(n, marks=pytest.mark.slow) for n in FAST]
+  "name",
+  [
+    name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*FAST, "qwen3_moe", "glm4_moe", "deepseek_v3")
+  ],
 )
 def test_engine_serves_it(name):
   """Packed by the engine; with what decoding needs of each request as the model alone gives it."""
