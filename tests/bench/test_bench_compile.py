@@ -80,6 +80,9 @@ def test_what_must_not_be():
   result = command.Result("matmul", None, kernels=[spilling])
   assert command.find_faults("h100", result) == ["matmul: grouped_matmul spills 16 bytes"]
   assert command.find_faults("h100", result._replace(kernels=[])) == []
+  assert command.find_faults("h100", result._replace(program="layer")) == []
+  worse = spilling._replace(spilled=command.MOST_SPILLED + 4)
+  assert command.find_faults("h100", command.Result("layer", None, kernels=[worse]))
   refused = command.Result("combine", "NotImplementedError: not here")
   assert "is refused" in command.find_faults("gb300", refused)[0]
 

@@ -4,7 +4,7 @@ Needs XLA's CUDA compiler, ``pip install jax-cuda13-plugin jax-cuda13-pjrt nvidi
 nvidia-cuda-crt nvidia-nvvm``, and no GPU. What compiles may still be wrong: nothing is run. The
 registers, spills and shared memory of each kernel are those of the compiler's report. Exits with 1
 if the compiler aborted, if anything was refused but a matmul for Blackwell (JAX's asks a GPU at
-hand for its SMs), or if a matmul spills registers.
+hand for its SMs), if a matmul by itself spills registers, or a layer's more than it does today.
 """
 
 import argparse
@@ -20,6 +20,9 @@ from ultraep_jax.bench.compile import programs, report, targets
 from ultraep_jax.tables import table
 
 HOPPER = 9  # for whose instructions all matmuls are written
+# Bytes of a thread of a layer's matmul, as tuned and beside a transfer: what they spill today
+# (docs/lab/kernels.md, Registers and spills).
+MOST_SPILLED = 112
 
 
 class Result(NamedTuple):
@@ -128,10 +131,11 @@ def find_faults(gpu: str, result: Result) -> list[str]:
   hopper = targets.CHIPS[gpu].capability[0] == HOPPER
   if result.refused and (hopper or not result.program.startswith("matmul")):
     return [f"{result.program} is refused: {result.refused}"]
+  most = 0 if result.program.startswith("matmul") else MOST_SPILLED
   return [
     f"{result.program}: {kernel.name} spills {kernel.spilled} bytes"
     for kernel in result.kernels
-    if kernel.spilled and "matmul" in kernel.name
+    if kernel.spilled > most and "matmul" in kernel.name
   ]
 
 
