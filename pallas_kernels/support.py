@@ -15,7 +15,14 @@ _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 # Of Hopper, where no GPU can be asked: as kernels are lowered on a CPU.
 _SMS, _SHARED_BYTES = 132, 227 * 1024
 _NCCL_ACROSS_PROCESSES = (2, 29)  # has ncclGetPeerDevicePointer, through which XLA finds peers
-_GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # by the major number of the compute capability
+_MOST_PEERS = 32  # that XLA's barrier in front of such a kernel holds (openxla/xla#47283)
+BLACKWELL = 10
+_GENERATIONS = {9: "Hopper", BLACKWELL: "Blackwell"}  # by the compute capability's major number
+# Of GPUs that are only described, to compile for, JAX says the name and no compute capability.
+_NAMES = {
+  9: ("H100", "H200", "H20", "H800", "GH200"),
+  BLACKWELL: ("B100", "B200", "B300", "GB200", "GB300"),
+}
 
 
 class Needs(NamedTuple):
@@ -31,15 +38,15 @@ class Needs(NamedTuple):
 
 
 # Bulk copies, mbarriers and clusters. On Blackwell these kernels were compiled and never run.
-EITHER = (9, 10)
-WGMMA = (9,)  # Blackwell multiplies by other instructions
+EITHER = (9, BLACKWELL)
+WGMMA = (9,)  # Blackwell multiplies by other instructions, and has but JAX's matmul of them
 NEEDS: Mapping[str, Needs] = {
   "choose": Needs(EITHER),
   "plan": Needs(EITHER),
   "route": Needs(EITHER),
   "replicate": Needs(EITHER, reaches_others=True),
   "exchange": Needs(EITHER, reaches_others=True),
-  "matmul": Needs(WGMMA),
+  "matmul": Needs(EITHER),
 }
 
 
@@ -56,12 +63,19 @@ def why_unsupported(
 
 
 def _why_not_compiled(generations: Sequence[int], device: Any) -> str | None:
-  # AMD devices have names such as "gfx942" here.
-  major = str(getattr(device, "compute_capability", "")).partition(".")[0]
-  if major in map(str, generations):
+  if generation(device) in generations:
     return None
   names = " or ".join(_GENERATIONS[generation] for generation in generations)
   return f"the kernels need {names} GPUs, this is a {device.device_kind}"
+
+
+def generation(device: Any) -> int | None:
+  """The major compute capability of a GPU; ``None`` if it is of AMD or of no known name."""
+  if (capability := getattr(device, "compute_capability", None)) is not None:
+    major = str(capability).partition(".")[0]
+    return int(major) if major.isdecimal() else None  # AMD's are such as "gfx942"
+  words = device.device_kind.split()
+  return next((major for major, names in _NAMES.items() if {*names} & {*words}), None)
 
 
 def why_unreachable(devices: Sequence[Any], size: int) -> str | None:
@@ -73,6 +87,9 @@ def why_unreachable(devices: Sequence[Any], size: int) -> str | None:
     devices: all of JAX's.
     size: of the mesh, which is on one node.
   """
+  if size > _MOST_PEERS:
+    most = f"at most {_MOST_PEERS}"
+    return f"it reaches other GPUs, of which XLA joins {most}, this is a mesh of {size}"
   per_process = collections.Counter(device.process_index for device in devices)
   if len(per_process) == 1 or size == 1:
     return None
@@ -156,7 +173,7 @@ def check_instructions(kernel_name: str, generations: Sequence[int]) -> None:
   Lowered for none, as on a CPU, every kernel is.
   """
   found = device()
-  if found.platform != "gpu" or not hasattr(found, "compute_capability"):
+  if found.platform != "gpu" or generation(found) is None:
     return
   if reason := _why_not_compiled(generations, found):
     raise NotImplementedError(f"{kernel_name}: {reason}")

@@ -101,12 +101,16 @@ def check_weights(weights: Any, leading: int | str, hidden: int | str = "D") -> 
 
 
 def _check_one_array(name: str, value: Any) -> None:
-  """Raises TypeError of values that consist of several arrays, whatever they pretend to be."""
-  if (parts := len(jax.tree.leaves(value))) != 1:
-    raise TypeError(
-      f"weights.{name}: expected an array, got {type(value).__name__} of {parts} arrays"
-      + " (quantised weights are not known here: dequantise them)" * (parts > 1)
-    )
+  """Raises TypeError of values that hold arrays, whatever they pretend to be."""
+  leaves = jax.tree.leaves(value)
+  if len(leaves) == 1 and leaves[0] is value:
+    return
+  hint = ""
+  if len(leaves) > 1:
+    hint = f" of {len(leaves)} arrays (quantised weights are not known here: dequantise them)"
+  elif hasattr(value, "__jax_array__"):  # a Flax variable
+    hint = f": pass {name}[...]"
+  raise TypeError(f"weights.{name}: expected an array, got {type(value).__name__}{hint}")
 
 
 def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dtype: Any) -> None:

@@ -86,7 +86,7 @@ def doctor() -> Report:
     nodes=np.bincount(node_N).tolist(),
     domain_size=nodes.smallest(node_N),
     description=description_advice(),
-    mesh=mesh_advice(len(devices), devices[0].platform),
+    mesh=mesh_advice(len(devices), devices[0].platform, nodes.smallest(node_N)),
   )
 
 
@@ -122,21 +122,25 @@ def description_advice() -> str:
   )
 
 
-def mesh_advice(total: int, platform_name: str) -> str:
+def mesh_advice(total: int, platform_name: str, node_size: int) -> str:
   """How to lay a mesh over the devices.
 
   Args:
     total: devices of all processes.
     platform_name: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+    node_size: devices of a node.
   """
   if total == 1:
     advice = "one device has nothing to balance; the layer runs as a plain one"
     if platform_name == "cpu":
       advice += "; for virtual ones set jax.config.update('jax_num_cpu_devices', 8) first"
     return advice
+  if node_size < total:  # several nodes, which jax.make_mesh refuses
+    sizes = total // node_size, node_size
+    advice = f'jax.sharding.Mesh(np.reshape(jax.devices(), {sizes}), ("data", "expert")) '
+    return advice + 'for experts inside a node; one axis "expert" for experts on all'
   advice = f'jax.make_mesh(({total},), ("expert",)) for a multiple of {total} experts; for fewer '
-  advice += '("data", "expert")'
-  return advice
+  return advice + '("data", "expert")'
 
 
 def _version(package: str) -> str:

@@ -7,6 +7,7 @@ those that write into the memory of others where the mesh can, too.
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -62,7 +63,8 @@ def why_portable(operation: str, node_size: NodeSize = "auto") -> str | None:
 
   On the devices of the current mesh, or on all default ones.
   """
-  reason = kernels.why_unsupported(operation, kernels.device())
+  reasons = (kernels.why_unsupported(operation, device) for device in _kinds())
+  reason = next((each for each in reasons if each is not None), None)
   if reason is not None or not kernels.NEEDS[operation].reaches_others:
     return reason
   mesh, devices = jax.sharding.get_abstract_mesh(), jax.devices()
@@ -70,6 +72,17 @@ def why_portable(operation: str, node_size: NodeSize = "auto") -> str | None:
   if (count := int(node_N.max()) + 1) > 1:
     return f"it reaches other GPUs, which needs a mesh on one node, this is on {count}"
   return kernels.why_unreachable(devices, len(node_N))
+
+
+def _kinds() -> list[Any]:
+  """The device that the current mesh says it has, and others where it must have others, too.
+
+  A mesh under a trace only says what its first device is.
+  """
+  device, mesh = kernels.device(), jax.sharding.get_abstract_mesh()
+  all_of_them = [each for each in jax.devices() if each.platform == device.platform]
+  alike = sum(each.device_kind == device.device_kind for each in all_of_them)
+  return [device] if not mesh.empty and mesh.size <= alike else [device, *all_of_them]
 
 
 def picks(node_size: NodeSize = "auto") -> dict[str, str | None]:

@@ -161,6 +161,7 @@ def measured_moe(
     axis_name,
     capacity,
     config.domain_of(num_ranks),
+    nodes.ranks(given, mesh, axis_name),
     activation,
     replicating,
     exchanging,

@@ -41,6 +41,16 @@ def settle(config: BalanceConfig, mesh: Mesh, axis_name: AxisName) -> BalanceCon
   return dataclasses.replace(config, node_size=smallest(node_N), domain_size=size)
 
 
+def ranks(config: BalanceConfig, mesh: Mesh, axis_name: AxisName) -> int:
+  """Ranks along the axis that are on one node, side by side; divides all of them.
+
+  Raises:
+    ValueError: as ``settle``.
+  """
+  node_N = number(mesh, config.node_size)
+  return _side_by_side(node_N, mesh, axis_name, _domain(config, mesh, axis_name))
+
+
 def number(mesh: Mesh, node_size: NodeSize) -> np.ndarray:
   """``[N]``, the node of each device of a mesh, counted from 0 in the order of the mesh.
 

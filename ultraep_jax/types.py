@@ -153,6 +153,11 @@ def _given(*arrays: Array | None) -> tuple[Array, ...]:
   return tuple(array for array in arrays if array is not None)
 
 
+def _above(name: str) -> Any:
+  """A module that imports this one, loaded when a value is shown or asked for advice."""
+  return importlib.import_module(f"ultraep_jax.{name}")
+
+
 class Plan(NamedTuple):
   """Where replicas live and how many assignments each copy of an expert serves.
 
@@ -173,10 +178,10 @@ class Plan(NamedTuple):
   parent: Array
 
   def __repr__(self) -> str:
-    return importlib.import_module("ultraep_jax.show").plan_text(self)
+    return _above("show").plan_text(self)
 
   def _repr_html_(self) -> str:
-    return importlib.import_module("ultraep_jax.show").plan_html(self)
+    return _above("show").plan_html(self)
 
 
 class PlanCost(NamedTuple):
@@ -253,8 +258,8 @@ class LayerStats(NamedTuple):
   def flat(self) -> Array:
     """All of it as one int32 vector ``[..., n]``, for what carries one array more easily than many.
 
-    Leading axes, of token groups or layers, stay. n depends on G, E and S alone: ``G (E + 3) + E +
-    3 G S + 8``. ``replica_bytes`` keeps its bits.
+    Leading axes, of token groups or layers, stay. n depends on G, E and S alone. ``replica_bytes``
+    keeps its bits.
     """
     lead = self.rounds.shape
     bits = self._replace(replica_bytes=lax.bitcast_convert_type(self.replica_bytes, jnp.int32))
@@ -272,28 +277,33 @@ class LayerStats(NamedTuple):
     Raises:
       ValueError: no statistics of so many ranks and experts have that length.
     """
-    least = num_ranks * (num_experts + 3) + num_experts + 8
-    slots, rest = divmod(flat.shape[-1] - least, 3 * num_ranks)
+
+    def shapes(slots: int) -> list[tuple[int, ...]]:
+      sizes = {"G": num_ranks, "E": num_experts, "S": slots}
+      axes = (name.rpartition("_")[2] for name in cls._fields)  # a count's name has none
+      return [tuple(sizes[axis] for axis in each if each.isupper()) for each in axes]
+
+    def count(slots: int) -> int:
+      return sum(map(math.prod, shapes(slots)))
+
+    least, each = count(0), count(1) - count(0)
+    slots, rest = divmod(flat.shape[-1] - least, each)
     if rest or slots < 0:
       raise ValueError(
-        f"flat: expected {least} + {3 * num_ranks} * slots values for {num_ranks} ranks and "
+        f"flat: expected {least} + {each} * slots values for {num_ranks} ranks and "
         f"{num_experts} experts, got {flat.shape[-1]}"
       )
-    sizes = {"load_GE": (num_ranks, num_experts), "expert_load_E": (num_experts,)}
-    sizes |= dict.fromkeys(("load_before_G", "load_planned_G", "load_after_G"), (num_ranks,))
-    slot_names = "replica_expert_GS", "replica_parent_GS", "replica_load_GS"
-    sizes |= dict.fromkeys(slot_names, (num_ranks, slots))
-    shapes = [sizes.get(name, ()) for name in cls._fields]
-    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    ends = list(itertools.accumulate(map(math.prod, shapes(slots))))
     parts = jnp.split(flat, ends[:-1], axis=-1)
-    stats = cls(*(p.reshape(*flat.shape[:-1], *s) for p, s in zip(parts, shapes, strict=True)))
+    pairs = zip(parts, shapes(slots), strict=True)
+    stats = cls(*(part.reshape(*flat.shape[:-1], *shape) for part, shape in pairs))
     return stats._replace(replica_bytes=lax.bitcast_convert_type(stats.replica_bytes, jnp.float32))
 
   def __repr__(self) -> str:
-    return importlib.import_module("ultraep_jax.show").stats_text(self)
+    return _above("show").stats_text(self)
 
   def _repr_html_(self) -> str:
-    return importlib.import_module("ultraep_jax.show").stats_html(self)
+    return _above("show").stats_html(self)
 
   def advice(self, config: Any = None) -> list[str]:
     """What keeps the load uneven, and what would help: one line for each cause.
@@ -304,7 +314,7 @@ class LayerStats(NamedTuple):
     Args:
       config: the layer's ``BalanceConfig``, for its domains, target and objective.
     """
-    return importlib.import_module("ultraep_jax.advice").of_stats(self, config)
+    return _above("advice").of_stats(self, config)
 
   def scalars(self, prefix: str = "") -> dict[str, Array]:
     """A flat dict of float32 scalars, ready for TensorBoard or wandb.

@@ -97,7 +97,7 @@ class BalancedRoutedMoE(moe.RoutedMoE):
         gate_TK,
         weights,
         config=self.balance,
-        axis_name=ranks[0],
+        axis_name=ranks,
         activation=_activation(self),
       )
       if scatter:
@@ -212,11 +212,6 @@ def balance(
       raise NotImplementedError(f"layer: expected a RoutedMoE, got a {type(layer).__name__}")
     if layer.quant is not None:
       raise NotImplementedError(f"quant: expected None, got {type(layer.quant).__name__}")
-    if not isinstance(layer._expert_parallelism_name, str):
-      raise NotImplementedError(
-        "custom_mesh_and_rule: expected experts on one mesh axis, got "
-        f"{layer._expert_parallelism_name}"
-      )
     options.check(layer.config, default_options())
     _activation(layer)
   for layer in layers:

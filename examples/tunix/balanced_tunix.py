@@ -42,8 +42,6 @@ class BalancedMoELayer(qwen3.MoELayer):
     divided = x_BLD.shape[0] % _size(mesh, batch) == x_BLD.shape[1] % _size(mesh, length) == 0
     if not ranks or not divided:  # no expert parallelism, or a batch to sample from
       return super().__call__(x_BLD, use_megablox)
-    if len(ranks) > 1:
-      raise NotImplementedError(f"shd_config: expected experts on one mesh axis, got {ranks}")
     if not set(ranks) <= {*batch, *length} or set(inner) & {*batch, *length}:
       raise NotImplementedError(
         f"shd_config: expected tokens on the experts' axes {ranks} and not on those of their inner "
@@ -62,7 +60,7 @@ class BalancedMoELayer(qwen3.MoELayer):
         gate_BLK.reshape(-1, top_k),
         weights,
         config=self.balance,
-        axis_name=ranks[0],
+        axis_name=ranks,
       )
       if scatter:  # each position on the axes `inner` has a term of every output
         y_TD = lax.psum_scatter(y_TD, inner, scatter_dimension=1, tiled=True)

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import support
+from pallas_kernels.matmul import blackwell
 from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.matmul.rows import Contraction, Result, multiply_rows
 from pallas_kernels.support import Array
@@ -48,9 +50,13 @@ def grouped_matmul(
     are not written: they hold anything.
 
   Raises:
-    NotImplementedError: a dtype other than bfloat16, or K or N no multiple of 64.
+    NotImplementedError: a dtype other than bfloat16, or K or N no multiple of 64; on Blackwell
+      GPUs as ``blackwell.grouped_matmul``.
     ValueError: shapes that do not fit together.
   """
+  if support.generation(support.device()) == support.BLACKWELL:
+    operands = rows_CK, home_MKN, replica_SKN, group_size_P
+    return blackwell.grouped_matmul(*operands, transpose_rhs=transpose_rhs, bias=bias)
   (out_CN,), _ = multiply_rows(
     [Contraction(rows_CK, (home_MKN,), (replica_SKN,))],
     group_size_P,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import FORWARD, LAYER, PLANNING, kernel_names
+from programs import COLLECTIVES, FORWARD, LAYER, PLANNING, kernel_names, unordered_exchanges
 
 from ultraep_jax import testing
 from ultraep_jax.bench.kernels.portable import AXIS
@@ -73,6 +73,18 @@ def test_right_transfers_are_right(name, ranks, monkeypatch, capsys):
   monkeypatch.setattr(transfers, "BATCH", 16)
   assert transfers.stress(name, PORTABLE * 2, problem(ranks), 20) == []
   assert f"{name}: 32 x 2 calls" in capsys.readouterr().out  # whole programs
+
+
+@pytest.mark.parametrize("name", transfers.CHECKS)
+def test_checks_wait_for_the_transfers_that_they_check(name):
+  """And for those of the other operations; virtual devices might mix them up."""
+  here = problem()
+  plans = here.plans(transfers.CHECKS[name][1])
+  named = [next(plans).plan for _ in range(2)]
+  arguments = np.arange(2, dtype=np.uint32), jax.tree.map(lambda *parts: np.stack(parts), *named)
+  jaxpr = jax.make_jaxpr(transfers.program(name, PORTABLE * 2, here))(*arguments).jaxpr
+  unordered = unordered_exchanges(jaxpr, *COLLECTIVES)
+  assert not [(a.primitive, b.primitive) for a, b in unordered]
 
 
 def flip(array):

@@ -54,7 +54,7 @@ def maxtexts_promotion():
 def compare_layers(**options) -> dict[str, float]:
   """A balanced layer on its mesh with ``dense_matmul`` on one device; returns its scalars."""
   meshes = {name for name in options if name.startswith("ici_")}
-  other = {*meshes, "shard_mode", "check_vma"}
+  other = {*meshes, "custom_mesh_and_rule", "shard_mode", "check_vma"}
   alone = {name: value for name, value in options.items() if name not in other}
   dense = Layer(configure(**alone, sparse_matmul=False), jax.devices()[:1])
   layer = Layer(configure(**options))
@@ -87,6 +87,12 @@ MESHES = {
     "ici_fsdp_parallelism": 2,
     "ici_expert_parallelism": 2,
     "ici_tensor_parallelism": 2,
+  },
+  "fsdp and context as experts": {
+    "ici_fsdp_parallelism": 2,
+    "ici_context_parallelism": 2,
+    "ici_expert_parallelism": 2,
+    "custom_mesh_and_rule": "cp-as-ep",
   },
 }
 
@@ -280,12 +286,6 @@ def test_other_layers_and_models_without_are_refused():
     balanced_maxtext.balance(layer.moe.gate)
   layer.moe.__class__ = Other
   with pytest.raises(NotImplementedError, match=r"^layer: expected a RoutedMoE, got a Other"):
-    balanced_maxtext.balance(layer.moe)
-
-
-def test_experts_on_two_axes_are_refused():
-  layer = Layer(configure(**MESHES["context"], custom_mesh_and_rule="cp-as-ep"))
-  with pytest.raises(NotImplementedError, match=r"^custom_mesh_and_rule: expected experts on one"):
     balanced_maxtext.balance(layer.moe)
 
 

@@ -3,6 +3,8 @@
 ``examples/tunix/run_tests.sh`` makes the environment and runs this.
 """
 
+import dataclasses
+import itertools
 import warnings
 
 import jax
@@ -24,7 +26,18 @@ import ultraep_jax as uep
 
 pytestmark = [pytest.mark.tunix, pytest.mark.filterwarnings("ignore")]
 CONFIG = uep.BalanceConfig(objective="balance")
-MESHES = {"fsdp": (8, 1), "fsdp and tp": (4, 2)}
+MESHES = {
+  "fsdp": {"fsdp": 8, "tp": 1},
+  "fsdp and tp": {"fsdp": 4, "tp": 2},
+  "fsdp and ep": {"fsdp": 2, "ep": 2, "tp": 2},
+}
+BOTH = ("fsdp", "ep")  # as one axis, which experts and tokens lie over
+ON_BOTH = dataclasses.replace(
+  qwen3.ShardingConfig.get_default_sharding(),
+  exp_weight_edf=(BOTH, None, "tp"),  # pyright: ignore[reportArgumentType]
+  exp_weight_efd=(BOTH, "tp", None),  # pyright: ignore[reportArgumentType]
+  act_btd=(BOTH, None, "tp"),  # pyright: ignore[reportArgumentType]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,11 +47,14 @@ def tunixs_promotion():
 
 
 def make_mesh(mesh: str) -> jax.sharding.Mesh:
-  auto = jax.sharding.AxisType.Auto
-  return jax.make_mesh(MESHES[mesh], ("fsdp", "tp"), axis_types=(auto, auto))
+  names, sizes = tuple(MESHES[mesh]), tuple(MESHES[mesh].values())
+  return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-def make_model(remat: qwen3.RematConfig = qwen3.RematConfig.NONE) -> qwen3.Qwen3:
+def make_model(
+  mesh: str = "fsdp", remat: qwen3.RematConfig = qwen3.RematConfig.NONE
+) -> qwen3.Qwen3:
+  default = qwen3.ShardingConfig.get_default_sharding()
   config = qwen3.ModelConfig(
     num_layers=2,
     vocab_size=64,
@@ -52,6 +68,7 @@ def make_model(remat: qwen3.RematConfig = qwen3.RematConfig.NONE) -> qwen3.Qwen3
     num_experts=16,
     num_experts_per_tok=2,
     remat_config=remat,
+    shd_config=ON_BOTH if "ep" in MESHES[mesh] else default,
   )
   model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
   rng = np.random.default_rng(0)
@@ -86,15 +103,28 @@ def loss_of(model: qwen3.Qwen3, batch: dict[str, np.ndarray]) -> jax.Array:
   return jnp.mean(jnp.square(jnp.sin(logits)))
 
 
-@pytest.mark.parametrize("remat", list(qwen3.RematConfig), ids=lambda remat: remat.name)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_gradient_is_that_of_tunixs_dense_path(mesh, remat):
-  step = nnx.jit(nnx.value_and_grad(loss_of))
-  loss, grads = step(make_model(), tokens())
-  model, mesh = make_model(remat), make_mesh(mesh)
+step = nnx.jit(nnx.value_and_grad(loss_of))
+
+
+@pytest.fixture(scope="module")
+def dense():
+  """Loss and gradients of tunix's dense path."""
+  return step(make_model(), tokens())
+
+
+@pytest.mark.parametrize(
+  ("mesh", "remat"),
+  [
+    *itertools.product(["fsdp", "fsdp and tp"], qwen3.RematConfig),
+    ("fsdp and ep", qwen3.RematConfig.NONE),
+  ],
+)
+def test_every_gradient_is_that_of_tunixs_dense_path(dense, mesh, remat):
+  loss, grads = dense
+  model = make_model(mesh, remat)
   assert balanced_tunix.balance(model, CONFIG) == 2
-  with mesh:
-    place(model, mesh)
+  with make_mesh(mesh) as devices:
+    place(model, devices)
     got, got_grads = step(model, tokens())
   expected = {"loss": loss} | dict(nnx.to_flat_state(grads))
   values = {"loss": got} | dict(nnx.to_flat_state(got_grads))
@@ -107,9 +137,9 @@ def test_every_gradient_is_that_of_tunixs_dense_path(mesh, remat):
   assert max(worst.values()) < 1e-5, worst
 
 
-def train(balanced: bool, mesh: jax.sharding.Mesh) -> tuple[list[float], list[dict[str, float]]]:
+def train(balanced: bool, mesh: str) -> tuple[list[float], list[dict[str, float]]]:
   """Losses of some steps of tunix's trainer, and what the last layer's balancing did in each."""
-  model, losses, did = make_model(), [], []
+  model, losses, did = make_model(mesh), [], []
   if balanced:
     balanced_tunix.balance(model, CONFIG, sow_stats=True)
 
@@ -124,8 +154,8 @@ def train(balanced: bool, mesh: jax.sharding.Mesh) -> tuple[list[float], list[di
       losses.append(float(loss))
       did.extend(scalars[-1:])
 
-  with mesh:
-    place(model, mesh)
+  with make_mesh(mesh) as devices:
+    place(model, devices)
     config = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=4)
     trainer = Trainer(model, optax.sgd(0.5), config).with_loss_fn(loss_and_stats, has_aux=True)
     ones = np.ones((8, 16), np.int32)
@@ -135,8 +165,8 @@ def train(balanced: bool, mesh: jax.sharding.Mesh) -> tuple[list[float], list[di
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_steps_of_the_trainer_have_the_same_losses(mesh):
-  losses, did = train(True, make_mesh(mesh))
-  expected, nothing = train(False, make_mesh(mesh))
+  losses, did = train(True, mesh)
+  expected, nothing = train(False, mesh)
   print(losses, np.abs(np.subtract(losses, expected)).max())
   assert len(losses) == 4 and losses[-1] < losses[0] and not nothing
   np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -38,6 +38,20 @@ class Program:
       FOLDER / name, balance=balance, dtype=jnp.float32, attention_block=BLOCK
     )
     self.run = jax.jit(lambda model, batch: model(batch))
+    ranks = jax.sharding.get_abstract_mesh().shape["expert"]
+    self.copies = balance.strategy != "none" and ranks > 1
+
+  def check_all(self) -> None:
+    """Right logits of each layout, whatever padding holds; copies where there are other ranks."""
+    config, copies = self.model.config, self.copies
+    choices = sum(config.is_moe) * config.gating.num_experts_per_tok * sum(map(len, self.prompts))
+    for places in (ALONE, PACKED, TIGHT):
+      result = self(places)
+      self.check(result, places)
+      assert result.stats.expert_load_E.sum() == choices
+      assert (result.stats.replicas.sum() > 0) == copies
+    clean, wild = self(TIGHT), self(TIGHT, padding_token=90)
+    np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
 
   def __call__(self, places: dict[int, tuple[int, int]], padding_token: int = 0) -> Any:
     batch = lay_out(self.prompts, places, ROWS, LENGTH, REQUESTS, padding_token)

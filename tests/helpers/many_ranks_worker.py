@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ultraep_jax as uep
@@ -31,9 +31,7 @@ def main() -> None:
 
 
 def run(ranks: int, domain: int | str) -> dict[str, float]:
-  mesh = jax.make_mesh(
-    (ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
-  )
+  mesh = Mesh(jax.devices()[:ranks], ("expert",), axis_types=(AxisType.Auto,))
   by_rank, experts, rng = (
     NamedSharding(mesh, P("expert")),
     PER_RANK * ranks,

@@ -12,6 +12,8 @@ PLANNING = {"plan_probes", "plan_quotas"}
 FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"}
 LAYER = FORWARD | {"grouped_matmul_wgrad"}
 EXCHANGE = {"dispatch", "combine"}
+# Of portable programs; their sums and maxima are typed as equal on all ranks, or not.
+COLLECTIVES = ("all_to_all", "ppermute", "all_gather", "all_gather_invariant", "psum", "pmax")
 
 
 def equations(jaxpr):
@@ -66,13 +68,13 @@ class _Operation(NamedTuple):
   needs: frozenset[int]
 
 
-def unordered_exchanges(jaxpr, primitive: str) -> Iterator[tuple[Any, Any]]:
+def unordered_exchanges(jaxpr, *primitives: str) -> Iterator[tuple[Any, Any]]:
   """As ``unordered_loops``, of a traced program, and each loop against all that is beside it."""
   operations: list[_Operation] = []
 
   def has_exchange(eqn) -> bool:
     inner = jax.extend.core.jaxprs_in_params(eqn.params)
-    return eqn.primitive.name == primitive or any(
+    return eqn.primitive.name in primitives or any(
       has_exchange(each) for jaxpr in inner for each in jaxpr.eqns
     )
 
@@ -101,11 +103,11 @@ def unordered_exchanges(jaxpr, primitive: str) -> Iterator[tuple[Any, Any]]:
 
   used = frozenset().union(*walk(jaxpr, {}))
   for number, (eqn, needs) in enumerate(operations):
-    if number not in used or eqn.primitive.name == primitive:
+    if number not in used or eqn.primitive.name in primitives:
       continue
     for other, operation in enumerate(operations):
       ordered = other in needs or number in operation.needs
       if other in used and other != number and not ordered:
         yield eqn, operation.eqn
     for body in jax.extend.core.jaxprs_in_params(eqn.params):
-      yield from unordered_exchanges(body, primitive)
+      yield from unordered_exchanges(body, *primitives)

@@ -19,7 +19,7 @@ from pallas_kernels import launch, support
     ("choose", Device(compute_capability="8.0"), (0, 11, 2), "need Hopper or Blackwell GPUs"),
     ("exchange", Device(compute_capability="10.0"), (0, 12, 0), None),
     ("replicate", Device(compute_capability="10.3"), (0, 12, 0), None),
-    ("matmul", Device(compute_capability="10.0"), (0, 12, 0), "need Hopper GPUs"),
+    ("matmul", Device(compute_capability="10.0"), (0, 12, 0), None),
     ("route", Device(compute_capability="12.0"), (0, 12, 0), "need Hopper or Blackwell GPUs"),
     ("route", Device(compute_capability="gfx942"), (0, 11, 2), "need Hopper or Blackwell GPUs"),
   ],
@@ -32,6 +32,32 @@ def test_says_why_a_device_cannot_run_kernels(operation, device, version, reason
 def test_a_kernel_is_not_lowered_for_gpus_without_its_instructions():
   with gpus("10.0"), pytest.raises(NotImplementedError, match="product: the kernels need Hopper"):
     launch.launch(print, [], out_type=[], generations=support.WGMMA, kernel_name="product")
+
+
+class Described:
+  """A GPU to compile for."""
+
+  platform = "gpu"
+
+  def __init__(self, kind):
+    self.device_kind = kind
+
+
+@pytest.mark.parametrize(
+  ("kind", "generation"),
+  [
+    ("NVIDIA H100 80GB HBM3", 9),
+    ("NVIDIA GH200 480GB", 9),
+    ("NVIDIA B200", 10),
+    ("NVIDIA GB300", 10),
+    ("NVIDIA A100-SXM4-80GB", None),
+    ("NVIDIA H1000", None),
+  ],
+)
+def test_described_gpus_have_the_generation_of_their_name(kind, generation):
+  assert support.generation(Described(kind)) == generation
+  answer = support.why_unsupported("plan", Described(kind), (0, 12, 0))
+  assert (answer is None) == (generation is not None)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,10 @@ def test_warning_of_several_rounds_and_of_slots_in_use():
   assert advice.limits(after_NG, empty, one) == ""
   assert advice.limits(after_NG[:1], full[:1], one[:1]) == ""
   assert advice.limits(after_NG, full, one).startswith("1 of 2 layers stayed uneven")
+  above, below = full.copy(), full.copy()
+  above[1, 0], below[1, 3] = -1, -1  # an empty slot of the busiest rank, or of one that could help
+  assert advice.limits(after_NG, above, one).startswith("1 of 2 layers stayed uneven")
+  assert advice.limits(after_NG, below, one) == ""
   assert "2 of 2 layers ran more than one round" in advice.limits(after_NG, empty, one + 1)
 
 

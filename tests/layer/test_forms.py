@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from layer_problems import (
@@ -190,6 +191,20 @@ def test_ready_made_units(unit, expected):
   gate, up = reference_values()
   expected = expected(gate.astype(np.float64), up.astype(np.float64))
   np.testing.assert_allclose(unit(gate, up), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout.APART, Layout.FUSED, Layout.INTERLEAVED])
+def test_units_compute_in_float32_and_round_once(layout):
+  pair = jnp.asarray(reference_values(), jnp.bfloat16)
+  hidden = {
+    Layout.APART: tuple(pair),
+    Layout.FUSED: (pair.reshape(-1),),
+    Layout.INTERLEAVED: (pair.T.reshape(-1),),
+  }[layout]
+  want = CLAMPED(*pair.astype(jnp.float32)).astype(jnp.bfloat16)
+  got = activations.inner(hidden, layout, CLAMPED)
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
 def test_squared_relu():
@@ -374,6 +389,12 @@ def refused(layout, change, error, match):
       {"wi": QUANTISED},
       TypeError,
       r"weights.wi: expected an array, got Quantised of 2 arrays \(quantised weights",
+    ),
+    (
+      "apart",
+      {"wo": nnx.Param(jnp.ones((EXPERTS, INNER, 8)))},
+      TypeError,
+      r"weights.wo: expected an array, got Param: pass wo\[...\]",
     ),
     (
       "apart",

@@ -200,6 +200,7 @@ def test_a_choice_that_is_made_again_gets_the_same_gates(scoring):
     scoring=scoring,
     num_expert_groups=4,
     topk_groups=2,
+    routed_scaling=2.5,
     use_selection_bias=True,
   )
   logits, bias, mask = jnp.asarray(spaced_logits(9)), jnp.asarray(make_bias()), jnp.arange(24) > 2
@@ -222,9 +223,9 @@ def test_a_choice_that_is_made_again_gets_the_same_gates(scoring):
   token = jnp.arange(24) % 8
   hashed = gate(logits, config, bias, expert_index_TK=table[token])
   np.testing.assert_array_equal(hashed.expert_index_TK, table[token])
-  np.testing.assert_array_equal(hashed.gate_TK[7], [1.0, 0.0, 0.0])
+  np.testing.assert_array_equal(hashed.gate_TK[7], [2.5, 0.0, 0.0])
   score = SCORES[scoring](logits)[3, table[3]]
-  np.testing.assert_allclose(hashed.gate_TK[3], score / score.sum(), rtol=1e-6)
+  np.testing.assert_allclose(hashed.gate_TK[3], 2.5 * score / score.sum(), rtol=1e-6)
 
 
 def test_logits_of_a_router_in_bfloat16():
@@ -308,6 +309,18 @@ def test_losses_ignore_masked_tokens_and_survive_an_empty_batch():
   empty = gate(logits, config, mask_T=jnp.zeros(24, jnp.bool_))
   assert gating.load_balance_loss(empty.scores_TE, empty.expert_index_TK) == 0
   assert gating.router_z_loss(logits, jnp.zeros(24, jnp.bool_)) == 0
+
+
+@given(index=st.lists(st.permutations([-1, -1, 0, 2, 3]), min_size=4, max_size=4))
+def test_load_balance_loss_counts_choices_in_any_order(index):
+  """Those that are made already may lack an expert at any place."""
+  index_TK = np.array(index)[:, :3]
+  scores_TE = np.random.default_rng(0).random((4, 4)).astype(np.float32)
+  share_E = np.array([np.sum(index_TK == e) for e in range(4)]) / max(np.sum(index_TK >= 0), 1)
+  chosen_TE = scores_TE[(index_TK >= 0).any(axis=1)]
+  mean_E = np.mean(chosen_TE / chosen_TE.sum(axis=1, keepdims=True), axis=0)
+  got = gating.load_balance_loss(jnp.asarray(scores_TE), jnp.asarray(index_TK, jnp.int32))
+  np.testing.assert_allclose(got, 4 * np.sum(share_E * mean_E), rtol=1e-5)
 
 
 def test_router_z_loss_matches_numpy():

@@ -35,7 +35,7 @@ def test_auto_picks_kernels_where_they_run():
     assert implementation.resolve("auto", "matmul") == ("mosaic_gpu", "portable")
     assert implementation.resolve("mosaic_gpu", "matmul") == ("mosaic_gpu",)
   with gpus("10.0"):
-    assert by_kernel() == set(implementation.OPERATIONS) - {"matmul"}
+    assert by_kernel() == set(implementation.OPERATIONS)
 
 
 def test_kernels_that_reach_others_need_a_mesh_on_one_node():
@@ -44,6 +44,12 @@ def test_kernels_that_reach_others_need_a_mesh_on_one_node():
     assert by_kernel(4) == by_kernel(1) == LOCAL
     reason = implementation.why_portable("exchange", 4)
     assert reason == "it reaches other GPUs, which needs a mesh on one node, this is on 2"
+  with gpus(), on_mesh(32):
+    assert by_kernel(72) == set(implementation.OPERATIONS)
+  with gpus(), on_mesh(72):  # joined, but too many for XLA's barrier
+    assert by_kernel(72) == LOCAL
+    reason = implementation.why_portable("replicate", 72)
+    assert reason == "it reaches other GPUs, of which XLA joins at most 32, this is a mesh of 72"
   with gpus(), on_mesh(1):
     assert by_kernel(1) == set(implementation.OPERATIONS)
 
@@ -65,6 +71,22 @@ def test_devices_say_what_node_they_are_of(devices, reason, monkeypatch):
     assert reasons["exchange"] is None
   else:
     assert reason in reasons["exchange"] and reasons["exchange"] == reasons["replicate"]
+
+
+class Old(Device):
+  device_kind = "an old one"
+
+
+def test_a_node_of_different_gpus_runs_what_all_of_them_can(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [Device(), Device(), Old(compute_capability="8.0")])
+  with gpus():
+    assert by_kernel() == set()
+    reason = implementation.why_portable("plan")
+    assert reason == "the kernels need Hopper or Blackwell GPUs, this is a an old one"
+    with on_mesh(3):
+      assert by_kernel() == set()
+    with on_mesh(2):  # of the two that are alike
+      assert by_kernel() == set(implementation.OPERATIONS)
 
 
 def test_the_last_reason_is_raised():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from other_host import other_host
 from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -21,9 +22,9 @@ FLAGS = (
 )
 
 
-def start(devices: int, *arguments: object) -> subprocess.Popen:
+def start(devices: int, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
   return subprocess.Popen(
-    [sys.executable, str(WORKER), *map(str, arguments)],
+    [*prefix, sys.executable, str(WORKER), *map(str, arguments)],
     env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{FLAGS}{devices}"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -59,3 +60,14 @@ def test_64_ranks_of_two_processes():
   assert first == second
   assert first["error"] < 1e-6 and first["replicas"] > 8
   assert first["imbalance_after"] == pytest.approx(first["imbalance_floor"], abs=0.005)
+
+
+def test_two_hosts(tmp_path):
+  """Copies stay on a host, and tokens cross between them once a node."""
+  port, prefix = free_port(), other_host(tmp_path)
+  pair = [start(4, port, 2, i, "8:auto", prefix=prefix * i) for i in range(2)]
+  (first,), (second,) = map(results, pair)
+  assert first == second
+  assert first["error"] < 1e-6 and first["replicas"] > 0
+  assert first["imbalance_after"] < first["imbalance_before"]
+  assert first["imbalance_floor"] > 1.2  # a host has more than its share

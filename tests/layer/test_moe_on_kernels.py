@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import types
 
 import fake_devices
 import jax
@@ -308,17 +309,20 @@ def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
 BLACKWELL = {"route_rows", "replicate", "reduce_replicas"} | EXCHANGE | PLANNING
 
 
-def test_blackwell_gpus_multiply_portably():
+def test_blackwell_gpus_multiply_by_the_kernel_of_jax(monkeypatch):
+  monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(core_count=148)])
   mesh = make_mesh(4)
   config = dataclasses.replace(CONFIG, implementation="auto")
   with jax.set_mesh(mesh), fake_devices.gpus("10.0"):
     apply = functools.partial(uep.sharded_moe, config=config)
     traced = gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
-    assert kernel_names(traced.jaxpr) == BLACKWELL
+    names = kernel_names(traced.jaxpr) - {None}  # JAX's kernel has nameless parts
+    assert {name for name in names if not name.startswith("ragged_dot_kernel")} == BLACKWELL
+    assert len(names) == len(BLACKWELL) + 1
     # Slots that no other test has, so that nothing is traced already.
     config = dataclasses.replace(CONFIG, replica_slots=7)
     apply = functools.partial(uep.sharded_moe, config=config)
-    with pytest.raises(NotImplementedError, match="matmul: the kernels need Hopper GPUs"):
+    with pytest.raises(NotImplementedError, match="wgrad: the kernels need Hopper GPUs"):
       gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
 
 

@@ -10,6 +10,7 @@ from layer_problems import EXPERTS, INNER, WIDTH, layer, make_mesh, make_problem
 from programs import equations, unordered_exchanges, unordered_loops
 
 import ultraep_jax as uep
+from ultraep_jax.strategies import eplb, lplb
 
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
 SEVERAL_ROUNDS = uep.BalanceConfig(
@@ -74,13 +75,29 @@ def test_saved_names_spare_backward_the_second_dispatch():
   assert all(many > few for many, few in zip(nothing, named, strict=True)), (nothing, named)
 
 
+def test_copies_travel_once_however_many_rounds():
+  """Once more in the backward pass, where the gradients of each round go home."""
+  problem = make_problem(make_mesh(4))
+
+  def sent(config, gradient):
+    def loss(x, gate, weights):
+      return jnp.sum(layer(problem, config)(x, problem.expert_index, gate, weights)[0])
+
+    program = jax.grad(loss, argnums=(0, 1, 2)) if gradient else loss
+    with jax.set_mesh(problem.mesh):
+      jaxpr = jax.make_jaxpr(program)(problem.x, problem.gate, problem.weights).jaxpr
+    return sum(eqn.primitive.name == "ppermute" for eqn in equations(jaxpr))
+
+  one_round = dataclasses.replace(SEVERAL_ROUNDS, capacity_factor=4.0)
+  weights = len(jax.tree.leaves(problem.weights))
+  assert sent(one_round, False) == sent(SEVERAL_ROUNDS, False) == weights
+  assert sent(one_round, True) == 3 * weights and sent(SEVERAL_ROUNDS, True) == 4 * weights
+
+
 def test_exchanges_wait_for_loops_of_others():
   """XLA:CPU would run them side by side, in another order on each rank."""
   problem = make_problem(make_mesh(4))
-  run = layer(
-    problem,
-    SEVERAL_ROUNDS,
-  )
+  run = layer(problem, SEVERAL_ROUNDS)
 
   @jax.checkpoint
   def outputs(*args):
@@ -98,19 +115,46 @@ def test_exchanges_wait_for_loops_of_others():
     assert not list(unordered_loops(text, opcode))
 
 
-@pytest.mark.parametrize("policy", ["everything_saveable", "save_only_these_names"])
-def test_exchanges_of_several_layers_wait_for_each_other(policy):
+def by_history(module, ranks, config):
+  state = module.init(EXPERTS, ranks, config)
+  return module.planner(module.update(state, jnp.arange(EXPERTS, dtype=jnp.int32), config))
+
+
+POLICIES = {
+  "everything": jax.checkpoint_policies.everything_saveable,
+  "names": jax.checkpoint_policies.save_only_these_names(*uep.REMAT_NAMES),
+}
+
+
+@pytest.mark.parametrize(
+  "strategy, rounds, policy",
+  [
+    (pile_up, "several", "everything"),
+    (pile_up, "several", "names"),
+    (pile_up, "one", "everything"),
+    ("quota", "one", "names"),
+    ("exact", "one", "everything"),
+    ("eplb+", "one", "everything"),
+    (eplb, "several", "names"),
+    (lplb, "one", "names"),
+    ("ideal", "several", "names"),
+    ("none", "one", "everything"),
+  ],
+  ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.filterwarnings("ignore:.*overrides the router")
+def test_exchanges_of_several_layers_wait_for_each_other(strategy, rounds, policy):
   """Where routers choose by what comes out of the layer before, as they do in models."""
   problem = make_problem(make_mesh(4))
-  run = layer(
-    problem,
-    SEVERAL_ROUNDS,
+  config = dataclasses.replace(
+    CONFIG,
+    replica_slots=3,
+    capacity_factor=1.0 if rounds == "several" else 4.0,
   )
-
-  policies = {
-    "everything_saveable": jax.checkpoint_policies.everything_saveable,
-    "save_only_these_names": jax.checkpoint_policies.save_only_these_names(*uep.REMAT_NAMES),
-  }
+  if strategy in (eplb, lplb):
+    strategy = by_history(strategy, problem.mesh.size, config)
+  config = dataclasses.replace(config, strategy=strategy)
+  run = layer(problem, config)
 
   def outputs(x, gate, weights):
     index = (problem.expert_index + jnp.where(x[:, :1] > 0, 1, 0)) % EXPERTS
@@ -118,14 +162,15 @@ def test_exchanges_of_several_layers_wait_for_each_other(policy):
 
   def loss(x, gate, weights):
     for _ in range(2):
-      x = jax.checkpoint(outputs, policy=policies[policy])(x, gate, weights)
+      x = jax.checkpoint(outputs, policy=POLICIES[policy])(x, gate, weights)
     return jnp.sum(x * problem.cotangent)
 
   with jax.set_mesh(problem.mesh):
     gradients = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))
     jaxpr = gradients(problem.x, problem.gate, problem.weights).jaxpr
-  for name in ("all_to_all", "ppermute"):
-    assert sum(eqn.primitive.name == name for eqn in equations(jaxpr)) > 16
+  copies = strategy not in ("ideal", "none")
+  for name, least in {"all_to_all": 16, "ppermute": 16 if copies else 0}.items():
+    assert sum(eqn.primitive.name == name for eqn in equations(jaxpr)) >= least
     assert not [(a.primitive, b.primitive) for a, b in unordered_exchanges(jaxpr, name)]
 
 

@@ -46,6 +46,19 @@ def test_experts_along_the_outer_axis():
   assert described(4, 2, names=names, node_size=8) == (8, 4)
 
 
+def test_ranks_of_a_node_along_the_axis(two_processes):
+  """Whatever the domains are; nodes that take turns have one each."""
+  outer = AbstractMesh((4, 2), ("expert", "data"))
+  for mesh, config, ranks in (
+    (AbstractMesh((2, 4), ("data", "expert")), {"node_size": 4, "domain_size": 2}, 4),
+    (outer, {"node_size": 4}, 2),
+    (outer, {"node_size": 8}, 4),
+    (mesh_of(*range(8)), {"domain_size": None}, 4),
+    (mesh_of(*INTERLEAVED), {"domain_size": None}, 1),
+  ):
+    assert nodes.ranks(uep.BalanceConfig(**config), mesh, "expert") == ranks
+
+
 @pytest.mark.parametrize(
   ("config", "message"),
   [
@@ -116,6 +129,34 @@ def test_each_group_of_experts_counts(two_processes):
   assert nodes.settle(uep.BalanceConfig(), inside, "expert").domain_size == 4
   across = mesh_of(0, 1, 4, 5, 2, 3, 6, 7, shape=(2, 4))
   assert nodes.settle(uep.BalanceConfig(), across, "expert").domain_size == 2
+
+
+@pytest.mark.parametrize(
+  "ranks", [(8,), (4, 4), (3, 3, 2), (2, 4, 2), (6, 2), (4, 2, 2), (5, 3), (1,) * 8], ids=str
+)
+def test_domains_are_the_largest_that_lie_in_nodes(monkeypatch, ranks):
+  """Of one size, also where nodes have different numbers of ranks."""
+  node_N = np.repeat(np.arange(len(ranks)), ranks)
+  monkeypatch.setattr(nodes, "_node", lambda device: (node_N[device.id],))
+
+  def fits(size):
+    return all(len(set(part)) == 1 for part in node_N.reshape(-1, size))
+
+  settled = nodes.settle(uep.BalanceConfig(), mesh_of(*range(8)), "expert")
+  assert settled.domain_size == max(filter(fits, (1, 2, 4, 8)))
+  assert settled.node_size == max(n for n in range(1, 9) if not any(rank % n for rank in ranks))
+
+
+def test_devices_of_another_kind_are_not_taken_for_those_here(two_processes):
+  """A program for them is compiled as for one node, unless told otherwise."""
+
+  def domain(kind, size=8):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cpu")
+    mesh = AbstractMesh((size,), ("expert",), abstract_device=device)
+    return nodes.settle(uep.BalanceConfig(), mesh, "expert").domain_size
+
+  assert domain(jax.devices()[0].device_kind) == 4 and domain("another") == 8
+  assert domain(jax.devices()[0].device_kind, size=16) == 16  # more than there are
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "in context"])

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import socket
-import subprocess
 import sys
 import tracemalloc
 
@@ -14,6 +12,7 @@ import pytest
 from checkpoint_files import count_reads, write_checkpoint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from two_processes import run_on_two_processes
 
 from ultraep_jax.models import Checkpoint, Source, load_params
 
@@ -228,11 +227,10 @@ def test_a_file_cut_while_loading(tmp_path):
     load_params(opened, {"w": Source(sorted(tensors))}, shapes)
 
 
-WORKER = """
-import os, sys
-import jax, numpy as np
-folder, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(f"localhost:{port}", 2, process)
+LOAD_HALF = """
+import os
+import numpy as np
+(folder,) = arguments
 from safetensors.numpy import load_file
 from ultraep_jax.models import Checkpoint, Source, load_params
 total, preadv = [], os.preadv
@@ -260,24 +258,4 @@ assert sum(total) == w.nbytes // 2 + norm.nbytes, sum(total)
 def test_each_process_reads_its_own_part(tmp_path):
   tensors = {f"e{e}": some((6, 8), jnp.bfloat16) for e in range(8)}
   write_checkpoint(tmp_path, [tensors | {"norm": some((8,), np.float32)}])
-  with socket.socket() as listener:
-    listener.bind(("localhost", 0))
-    port = listener.getsockname()[1]
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  workers = [
-    subprocess.Popen(
-      [sys.executable, "-c", WORKER, str(tmp_path), str(port), str(i)],
-      env=env,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  try:
-    for worker in workers:
-      _, errors = worker.communicate(timeout=200)
-      assert worker.returncode == 0, errors[-3000:]
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.communicate()
+  run_on_two_processes(LOAD_HALF, tmp_path)

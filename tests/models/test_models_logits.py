@@ -7,17 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_programs import (
-  ALONE,
-  BLOCK,
-  LENGTH,
-  PACKED,
-  REQUESTS,
-  ROWS,
-  TIGHT,
-  Program,
-  mesh_of,
-)
+from checkpoint_programs import ALONE, BLOCK, LENGTH, PACKED, REQUESTS, ROWS, Program, mesh_of
 from prompts import FOLDER, lay_out, read_prompts
 
 from ultraep_jax import models
@@ -47,20 +37,7 @@ from ultraep_jax.config import BalanceConfig
 )
 def test_logits(name, mesh, strategy):
   with jax.set_mesh(mesh_of(mesh)):
-    program = Program(name, BalanceConfig(strategy=strategy, objective="balance"))
-    for places in (ALONE, PACKED, TIGHT):
-      result = program(places)
-      program.check(result, places)
-      balances = strategy == "quota" and mesh != "1"
-      assert (result.stats.replicas.sum() > 0) == balances
-    clean, wild = program(TIGHT), program(TIGHT, padding_token=100)
-    np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
-    assert clean.stats.expert_load_E.sum() == sum(map(len, program.prompts)) * _choices(program)
-
-
-def _choices(program: Program) -> int:
-  config = program.model.config
-  return sum(config.is_moe) * config.gating.num_experts_per_tok
+    Program(name, BalanceConfig(strategy=strategy, objective="balance")).check_all()
 
 
 def test_results_do_not_depend_on_the_batch():
@@ -87,19 +64,23 @@ def test_results_do_not_depend_on_the_batch():
 
 
 @pytest.mark.slow
-def test_bfloat16_is_close():
-  prompts, expected = read_prompts("qwen3_moe")
-  with jax.set_mesh(mesh_of("1")):
-    model = models.load(
-      FOLDER / "qwen3_moe", balance=BalanceConfig(strategy="none"), attention_block=BLOCK
-    )
-    batch = lay_out(prompts, ALONE, ROWS, LENGTH, REQUESTS)
-    result = jax.jit(lambda model, batch: model(batch))(model, batch)
+@pytest.mark.parametrize(("name", "tolerance"), [("qwen3_moe", 0.05), ("gpt_oss", 0.15)])
+def test_bfloat16_is_close(name, tolerance):
+  """With the experts of float32; `transformers` with its own choices is within 0.04 and 0.14."""
+  prompts, expected = read_prompts(name)
+  batch = lay_out(prompts, ALONE, ROWS, LENGTH, REQUESTS)
+  balance = BalanceConfig(objective="balance")
+  run = jax.jit(lambda model, batch, index: model(batch, expert_index_LBTK=index))
+  with jax.set_mesh(mesh_of("2")):
+    program = Program(name, balance)
+    chosen = program.run(program.model, batch).expert_index_LBTK
+    model = models.load(FOLDER / name, balance=balance, attention_block=BLOCK)
+    result = run(model, batch, chosen)
   assert model.embed[...].dtype == result.cache["key"].dtype == jnp.bfloat16
   assert model.stacks[0].router[...].dtype == result.logits_BRV.dtype == jnp.float32
   for prompt, logits in enumerate(expected):
     error = np.abs(np.asarray(result.logits_BRV)[prompt, 0] - logits).max()
-    assert error < 0.1 * np.abs(logits).max()
+    assert error < tolerance * np.abs(logits).max()
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):

@@ -3,13 +3,12 @@
 import functools
 import json
 import operator
-import os
 import shutil
-import socket
-import subprocess
 import sys
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +20,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from prompts import FOLDER
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+from two_processes import run_on_two_processes
 
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.models import Checkpoint, families
+from ultraep_jax.models.safetensors_writer import Form
+
+SAVE = sys.modules[models.save.__module__]  # the package has a function of its name
 
 FOLDERS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 
@@ -124,9 +127,43 @@ def test_layers_that_the_model_lacks_are_taken_along(tmp_path):
     models.save(model, tmp_path / "own", like=like)
   every, own = tensors(tmp_path / "all"), tensors(tmp_path / "own")
   assert set(every) - set(own) == {"model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight"}
-  assert {p.name for p in (tmp_path / "own").iterdir()} == {
-    *("model.safetensors", "config.json", "tokenizer.json")
+  for folder in ("all", "own"):  # and no index of other files
+    assert {path.name for path in (tmp_path / folder).iterdir()} == {
+      *("model.safetensors", "config.json", "tokenizer.json")
+    }
+
+
+def test_an_output_matrix_that_is_the_embedding_is_left_out(tmp_path):
+  like = tmp_path / "like"
+  shutil.copytree(FOLDER / "qwen3_moe", like)
+  old = load_file(like / "model.safetensors")
+  both = old | {"lm_head.weight": old["model.embed_tokens.weight"]}
+  save_file(both, like / "model.safetensors")
+  with jax.set_mesh(mesh_of("1")):
+    models.save(load(like), tmp_path / "new", like=like, dtype="stored")
+  new = tensors(tmp_path / "new")
+  assert set(new) == set(old) and all(same_bits(new[key], old[key]) for key in old)
+
+
+@hypothesis.given(
+  sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=30),
+  file_bytes=st.integers(1, 20),
+)
+def test_files_hold_as_much_as_they_may(sizes, file_bytes):
+  """Of one process each, in order; a larger tensor has a file of its own."""
+  parts = {
+    str(i): SAVE._Part(Form((size,), np.dtype(np.uint8)), process)
+    for i, (size, process) in enumerate(sizes)
   }
+  files = list(SAVE._files(parts, file_bytes).values())
+  totals = [sum(parts[name].form.nbytes for name in names) for names in files]
+  owners = [{parts[name].process for name in names} for names in files]
+  ordered = sorted(parts, key=lambda name: (parts[name].process, int(name)))
+  assert [name for names in files for name in names] == ordered
+  for i, (names, total) in enumerate(zip(files, totals, strict=True)):
+    assert len(owners[i]) == 1 and (total <= file_bytes or len(names) == 1)
+    if i + 1 < len(files) and owners[i] == owners[i + 1]:
+      assert total + parts[files[i + 1][0]].form.nbytes > file_bytes
 
 
 def test_parts_of_tensors_are_put_together(tmp_path):
@@ -157,13 +194,10 @@ def test_what_cannot_be_saved(tmp_path):
   assert not list(tmp_path.glob("new/*.partial"))
 
 
-WORKER = """
-import sys
-import jax
-folder, like, port, process = *sys.argv[1:4], int(sys.argv[4])
-jax.distributed.initialize(f"localhost:{port}", 2, process)
+SAVE_TOGETHER = """
 from ultraep_jax import models
 from ultraep_jax.config import BalanceConfig
+folder, like = arguments
 with jax.set_mesh(jax.make_mesh((8,), ("expert",))):
   model = models.load(like, balance=BalanceConfig(), attention_block=8)
   models.save(model, folder, like=like, dtype="stored")
@@ -173,25 +207,7 @@ with jax.set_mesh(jax.make_mesh((8,), ("expert",))):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_each_process_writes_its_own_part(tmp_path):
-  with socket.socket() as listener:
-    listener.bind(("localhost", 0))
-    port = listener.getsockname()[1]
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  arguments = [str(tmp_path), str(FOLDER / "olmoe"), str(port)]
-  workers = [
-    subprocess.Popen(
-      [sys.executable, "-c", WORKER, *arguments, str(i)], env=env, stderr=subprocess.PIPE, text=True
-    )
-    for i in range(2)
-  ]
-  try:
-    for worker in workers:
-      _, errors = worker.communicate(timeout=200)
-      assert worker.returncode == 0, errors[-3000:]
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.communicate()
+  run_on_two_processes(SAVE_TOGETHER, tmp_path, FOLDER / "olmoe")
   got, want = tensors(tmp_path), tensors(FOLDER / "olmoe")
   assert set(got) == set(want) and all(same_bits(got[key], want[key]) for key in want)
   second = load_file(tmp_path / "model-00002-of-00002.safetensors")

@@ -227,8 +227,8 @@ def test_doctor_says_what_runs_by_kernels(capsys, monkeypatch):
   assert len(re.findall("mosaic_gpu  its kernel runs here", text)) == 6
   with gpus("10.0"):
     text = run(capsys, "doctor", "--no-check")[1]
-  assert '"auto" is mosaic_gpu, portable matmul\n' in text
-  assert len(re.findall("compiles for Blackwell GPUs and has never run", text)) == 5
+  assert '"auto" is mosaic_gpu\n' in text
+  assert len(re.findall("compiles for Blackwell GPUs and has never run", text)) == 6
   monkeypatch.setattr(nodes, "_node", lambda device: (device.id // 2,))
   with gpus():
     text = run(capsys, "doctor", "--no-check")[1]
@@ -291,10 +291,11 @@ def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch
 
 
 def test_mesh_advice():
-  one = mesh_advice(1, "cpu")
+  one = mesh_advice(1, "cpu", 1)
   assert "nothing to balance" in one and "jax_num_cpu_devices" in one
-  assert "jax_num_cpu_devices" not in mesh_advice(1, "gpu")
-  assert '("expert",))' in mesh_advice(8, "gpu")
+  assert "jax_num_cpu_devices" not in mesh_advice(1, "gpu", 1)
+  assert '("expert",))' in mesh_advice(8, "gpu", 8)
+  assert "jax.sharding.Mesh(np.reshape(jax.devices(), (4, 8))" in mesh_advice(32, "gpu", 8)
 
 
 # --- plan ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from host_programs import CONFIG, NAN_TOKEN, HasLoads, make_engine
 
 from ultraep_jax import serve
+from ultraep_jax.serve.metrics import imbalance
 
 
 class Timed:
@@ -90,6 +91,15 @@ def test_what_metrics_mean(monkeypatch):
     )
     assert (result.batch, result.batch_requests) == (batch, requests)
     assert (result.batch_tokens, result.batch_slots) == (tokens, slots)
+
+
+def test_layers_without_tokens_count_as_even():
+  rng = np.random.default_rng(0)
+  load_LNG = rng.integers(0, 9, (20, 3, 4)) * rng.integers(0, 2, (20, 3, 1))
+  for load_NG, got in zip(load_LNG, imbalance(load_LNG), strict=True):
+    busy = [load_G.max() / load_G.mean() for load_G in load_NG if load_G.any()]
+    assert got == pytest.approx(max(busy, default=1))
+  assert not load_LNG.any(axis=(1, 2)).all()
 
 
 def test_a_batch_that_runs_again_is_counted_as_it_ran(monkeypatch):

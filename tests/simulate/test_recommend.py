@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import traces
@@ -14,13 +15,13 @@ from ultraep_jax.trace import Recorder, read
 WIDE = {"embed_dim": 4096, "expert_dim": 1536, "top_k": 2, "moe_layers": 3, "name": "wide"}
 
 
-def write(path, model: object = None, steps: int = 4, tokens: int = 64) -> str:
-  """A trace of one layer whose busiest rank has twice the mean."""
+def write(path, model: object = None, steps: int = 4, tokens: int = 64, layers: int = 1) -> str:
+  """A trace of layers whose busiest rank has twice the mean."""
   metadata = {} if model is None else {"model": model}
   with Recorder(path, config=traces.CONFIG, metadata=metadata) as recorder:
     for step in range(steps):
-      load_GE = traces.loads(step) * tokens
-      recorder.record(step, {"layer0": traces.stats_of(load_GE)}, axes=())
+      stats = traces.stats_of(traces.loads(step) * tokens)
+      recorder.record(step, {f"layer{i}": stats for i in range(layers)}, axes=())
   return str(path)
 
 
@@ -98,3 +99,31 @@ def test_slots_are_recommended_that_make_the_load_even(tmp_path, capsys):
   assert most["saved_ms_a_step"] == pytest.approx(none["layer_ms"] - most["layer_ms"])
   assert most["memory_mb"] == pytest.approx(2 * 3 * 4096 * 1536 * 6e-6)
   assert answer["advice"].startswith("replica_slots=") and "→ 1.00" in answer["advice"]
+
+
+def test_what_is_saved_is_told_for_all_layers_of_a_step(tmp_path, capsys):
+  """The same loads in three layers; and fewer of them planned, of other steps."""
+
+  def rows(layers, *options):
+    folder = write(tmp_path / f"trace{layers}", WIDE, tokens=4096, layers=layers)
+    out = run(capsys, "recommend", folder, "--device", "h200", "--json", *options)[1]
+    return json.loads(out)["slots"]
+
+  one, three = rows(1), rows(3)
+  for alone, all_layers in zip(one, three, strict=True):
+    assert all_layers["layer_ms"] == pytest.approx(alone["layer_ms"])
+    assert all_layers["saved_ms_a_step"] == pytest.approx(3 * alone["saved_ms_a_step"])
+  assert one[-1]["saved_ms_a_step"] > 0
+  forward = rows(1, "--prefill")[-1]
+  assert forward["memory_mb"] == pytest.approx(one[-1]["memory_mb"] / 3)  # no float32 gradients
+  assert forward["layer_ms"] < one[-1]["layer_ms"]
+
+
+@pytest.mark.parametrize("steps, layers, most", [(10, 1, 4), (10, 3, 10), (10, 3, 64), (3, 5, 2)])
+def test_records_are_chosen_evenly(steps, layers, most, tmp_path, capsys):
+  folder = write(tmp_path / "trace", WIDE, steps=steps, layers=layers)
+  command = "recommend", folder, "--device", "h200", "--records", str(most), "--prefill"
+  out = run(capsys, *command)[1]
+  planned, total = map(int, re.search(r"(\d+) of (\d+) records planned", out).groups())
+  assert total == steps * layers and planned % layers == 0
+  assert min(most, total) - 2 * layers < planned <= max(most, layers)

@@ -264,11 +264,24 @@ class TestCost:
       setting(**changes)
 
   def test_predictions_are_near_what_was_measured(self):
-    """Bounds of today's errors: forward and copies within 10 %, backward over by up to 30 %."""
+    """Bounds of today's errors: forward and copies within 10 %, backward over by up to 30 %.
+
+    The layer on kernels is predicted up to 16 % too fast forward.
+    """
     for point in points():
       backward = "both" in point.what or "backward" in point.what
       low, high = (-0.10, 0.30) if backward else (-0.10, 0.10)
+      if point.what.startswith("H200 layer"):
+        low = -0.16
       assert low <= point.error <= high, point
+
+  def test_two_nodes_cost_as_much_more_as_measured(self):
+    times = {point.what: point for point in points() if point.what.startswith("H200 layer")}
+    assert len(times) == 5
+    for direction, error in (("forward", 0.05), ("both", 0.10)):
+      one, two = (times[f"H200 layer, {what}, {direction}"] for what in ("kernels", "as two nodes"))
+      measured = two.measured / one.measured
+      assert two.predicted / one.predicted == pytest.approx(measured, rel=error)
 
 
 SIZES = {"num_experts": 32, "num_ranks": 8, "top_k": 4, "steps": 24, "layers": 2}

@@ -25,6 +25,18 @@ def test_simulate_prints_tables_and_sources(capsys):
   assert "datasheet" in out and "copy_rate" in out
 
 
+def test_several_domains_are_several_nodes(capsys):
+  found = []
+  for more in ([], ["--domain", "4"]):
+    command = ["simulate", *TINY, *more, "--seeds", "1", "--strategies", "none", "--json"]
+    assert cli.main(command) == 0
+    found.append(json.loads(capsys.readouterr().out))
+  h200, note = Device.load("h200"), "on several nodes transfers are in plain JAX"
+  rates = [data["device"]["facts"]["dispatch_rate"]["value"] for data in found]
+  assert rates == [h200["dispatch_rate"], h200.on_nodes()["dispatch_rate"]]
+  assert [note in data["notes"] for data in found] == [False, True]
+
+
 def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):
   # With fewer tokens reading weights counts, and even loads make every rank read all of its own.
   loads = np.stack([zipf_loads(seed, 128, 8, 2048, 8, 1.8) for seed in range(2)])[:, None]

@@ -24,10 +24,10 @@ def stats(*lead: int) -> LayerStats:
 def test_choices_come_back(tmp_path):
   """Of layers by name and of stacks of them, in their shapes; the last counts."""
   named = {"a": some_choices(0), "b": some_choices(1)[:5].reshape(5, 1, TOP_K)}
-  stacked = some_choices(2, 3, 2)  # layers, microbatches
+  stacked = some_choices(2, 3, 11)  # layers, microbatches
   with Recorder(tmp_path) as recorder:
     recorder.record(4, {name: stats(1) for name in ("a", "b", "c")}, expert_index=named)
-    recorder.record(5, stats(3, 2, 1), axes=("layer", "microbatch", "group"), expert_index=stacked)
+    recorder.record(5, stats(3, 11, 1), axes=("layer", "microbatch", "group"), expert_index=stacked)
     recorder.record(6, stats(1))
     recorder.flush()
     recorder.record(4, {"a": stats(1)}, expert_index={"a": some_choices(3)})
@@ -35,13 +35,13 @@ def test_choices_come_back(tmp_path):
   assert list(got) == ["a", "b"] and all(index.dtype == np.int32 for index in got.values())
   np.testing.assert_array_equal(got["a"], some_choices(3))
   np.testing.assert_array_equal(got["b"], named["b"])
-  for microbatch in range(2):
+  for microbatch in range(11):
     of_layers = read_choices(tmp_path, 5, microbatch)
     assert list(of_layers) == ["0", "1", "2"]
     np.testing.assert_array_equal(np.stack(list(of_layers.values())), stacked[:, microbatch])
   with pytest.raises(TraceError, match="expected choices of step 6, microbatch 0, got none"):
     read_choices(tmp_path, 6)
-  assert len(read(tmp_path)) == 3 + 6 + 1
+  assert len(read(tmp_path)) == 3 + 33 + 1
 
 
 def test_wrong_choices_are_refused(tmp_path):

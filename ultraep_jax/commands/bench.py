@@ -28,6 +28,7 @@ MEASUREMENTS = {
   "portable": "kernels.portable",
   "prefill": "prefill.command",
   "reduce": "kernels.reduce",
+  "compile": "compile.command",
   "replicate": "kernels.replicate",
   "stress": "stress.command",
   "tune": "tune.command",

@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--device", help="its description, by name or file (that of the GPUs here, else h200)")
   add("--model", choices=sorted(MODELS), help="widths of the layers (as the trace says)")
   add("--prefill", action="store_true", help="forward pass alone")
-  add("--records", type=positive, default=64, help="layers to plan, evenly chosen (%(default)s)")
+  add(
+    "--records",
+    type=positive,
+    default=64,
+    help="layers to plan at most, evenly chosen (%(default)s)",
+  )
   add("--json", action="store_true", help="print JSON")
 
 
@@ -77,10 +82,11 @@ def _device(name: str | None) -> Device:
 
 
 def _chosen(trace: Trace, most: int) -> np.ndarray:
-  """A mask of the records of evenly chosen steps."""
+  """A mask of the records of evenly chosen steps, of one at least."""
   steps, step_N = np.unique(trace.step_N, return_inverse=True)
-  stride = max(1, -(-len(trace) // most))
-  return step_N % min(stride, max(len(steps), 1)) == 0
+  of_step = max(1, -(-len(trace) // max(len(steps), 1)))
+  stride = max(1, -(-len(steps) // max(most // of_step, 1)))
+  return step_N % stride == 0
 
 
 def _slots(trace: Trace) -> list[int]:

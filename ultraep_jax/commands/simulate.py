@@ -103,6 +103,17 @@ def _setting(
   args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None
 ) -> tuple[Setting, list[str]]:
   """What is simulated, and what of it is assumed."""
+  setting, notes = _one_node(args, trace, loads)
+  if setting.domain_size == setting.num_ranks:
+    return setting, notes
+  notes = [*notes, "on several nodes transfers are in plain JAX"]
+  return dataclasses.replace(setting, device=setting.device.on_nodes()), notes
+
+
+def _one_node(
+  args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None
+) -> tuple[Setting, list[str]]:
+  """The same, as if all ranks were on a node."""
   device = Device.load(args.device).running(kernels=not args.portable)
   model, notes = MODELS[args.model or _MODEL], []
   given = {

@@ -138,8 +138,9 @@ def rows_grad_beside(
   tuning = tunings.find(operation, inner * len(homes_MKN), width)
 
   def one_by_one() -> Array:
+    options: Any = {"implementations": implementations, "tunings": tunings}
     products = (
-      tile_matmul.matmul(*operands, group_size_P, True)
+      grouped_matmul(*operands, group_size_P, transpose_rhs=True, **options)
       for operands in zip(grads_CN, homes_MKN, replicas_SKN, strict=True)
     )
     return functools.reduce(jnp.add, products)
@@ -156,7 +157,8 @@ def rows_grad_beside(
     ),
     "portable": lambda: (one_by_one(), transfer and transfer.launch()),
   }
-  return first_that_can(implementations, candidates)
+  # One by one, a kernel may still suit that cannot add them up.
+  return first_that_can((*implementations, "portable"), candidates)
 
 
 def slot_sums(

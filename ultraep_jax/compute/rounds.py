@@ -35,6 +35,7 @@ class Static(NamedTuple):
   axis_name: AxisName
   capacity: int
   domain_size: int
+  node_ranks: int
   activation: Activation
   replicating: Implementations
   exchanging: Implementations
@@ -217,6 +218,7 @@ def _cross(
     static.axis_name,
     width=x_TD.shape[1],
     dtype=x_TD.dtype,
+    node_ranks=static.node_ranks,
     implementations=static.exchanging,
     tunings=static.tunings,
   )

@@ -23,7 +23,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pallas_kernels import UNTUNED, Tunings, tunings
-from ultraep_jax.devices.facts import FACTS, Fact, Matmul, factor, parse_facts, parse_matmuls
+from ultraep_jax.devices.facts import (
+  FACTS,
+  TRANSFERS,
+  Fact,
+  Matmul,
+  factor,
+  parse_facts,
+  parse_matmuls,
+)
 from ultraep_jax.files import parse_json, regular
 
 FORMAT = 1
@@ -41,6 +49,7 @@ class Device:
     facts: by name, all of ``FACTS``; not to be changed.
     matmuls: rates of experts' matmuls, at least one.
     tunings: how kernels are laid out.
+    in_blocks: tokens cross in equal blocks, as in plain JAX.
     portable: the same device, running the layer in plain JAX; ``None``: this is that.
   """
 
@@ -50,6 +59,7 @@ class Device:
   facts: Mapping[str, Fact] = dataclasses.field(hash=False)
   matmuls: tuple[Matmul, ...]
   tunings: Tunings = UNTUNED
+  in_blocks: bool = False
   portable: "Device | None" = None
 
   def __repr__(self) -> str:
@@ -99,6 +109,18 @@ class Device:
     """The device as it runs the layer on the kernels, or in plain JAX."""
     return self if kernels or self.portable is None else self.portable
 
+  def on_nodes(self) -> "Device":
+    """The device as it runs the layer over several nodes: transfers in plain JAX, not the rest.
+
+    >>> h200 = Device.load("h200").on_nodes()
+    >>> h200["dispatch_rate"] == h200.portable["dispatch_rate"], h200["matmul_tile"]
+    (True, 128.0)
+    """
+    if self.portable is None:
+      return self
+    transfers = {name: self.portable.facts[name] for name in TRANSFERS}
+    return dataclasses.replace(self, facts={**self.facts, **transfers}, in_blocks=True)
+
   def replace(self, source: str, kind: str = "assumed", **values: float) -> "Device":
     """The same with other values of facts."""
     changed = {name: Fact(value, FACTS[name][0], kind, source) for name, value in values.items()}
@@ -147,7 +169,7 @@ def parse(text: str | bytes, name: str = "device") -> Device:
     "tunings": _tunings(name, data, base),
   }
   kernels = _kernels(name, data, base)
-  portable = Device(**about, **_portable(name, data, base, kernels))
+  portable = Device(**about, **_portable(name, data, base, kernels), in_blocks=True)
   return Device(**about, **kernels, portable=portable)
 
 

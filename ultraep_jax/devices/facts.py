@@ -42,6 +42,8 @@ FACTS: Mapping[str, tuple[str, str]] = {
 }
 _MOST = 1e30  # of a number; times and rates made of such are finite
 _COUNTS = ("sms", "shared_bytes", "memory_bytes", "domain_size")
+_OPERATIONS = ("dispatch_", "combine_", "exchange_", "copy_", "reduce_")
+TRANSFERS = tuple(name for name in FACTS if name.startswith(_OPERATIONS))  # over scale-up links
 _OVER_LINKS = ("dispatch_rate", "combine_rate", "copy_rate", "reduce_rate")
 
 

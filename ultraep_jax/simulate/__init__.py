@@ -2,6 +2,8 @@
 
 from ultraep_jax.devices.device import Device as Device
 from ultraep_jax.simulate.cost import Setting as Setting
+from ultraep_jax.simulate.layouts import Layout as Layout
+from ultraep_jax.simulate.layouts import compare_layouts as compare_layouts
 from ultraep_jax.simulate.models import MODELS as MODELS
 from ultraep_jax.simulate.models import ModelShape as ModelShape
 from ultraep_jax.simulate.replay import recorded_shape as recorded_shape

@@ -20,6 +20,7 @@ from ultraep_jax.devices.device import Device
 from ultraep_jax.planning import cost as planning
 from ultraep_jax.simulate.balancers import Balancer, Placed
 from ultraep_jax.simulate.models import ModelShape
+from ultraep_jax.transport import node_exchange
 from ultraep_jax.types import PlanCost
 
 # Bytes of a weight that moves with an expert: bf16 alone, or with a float32 copy and two moments.
@@ -187,10 +188,15 @@ def exchange_seconds(setting: Setting, placed: Placed, rounds: Any = 1) -> np.nd
   bytes_back = busiest * shape.embed_dim * 2
   dispatch, combine = bytes_out / rates["dispatch_rate"], bytes_back / rates["combine_rate"]
   if size < num_ranks:
-    # A token crosses to another domain once and is handed on inside it.
-    outside = _domain_tokens(setting, placed) * shape.embed_dim
-    dispatch = np.maximum(dispatch, outside * setting.token_bytes / rates["network_rate"])
-    combine = np.maximum(combine, outside * 2 / rates["network_rate"])
+    # A token crosses to another domain once and is handed on inside it, in plain JAX afterwards.
+    outside, both = _domain_tokens(setting, placed), np.maximum
+    if rates.in_blocks:
+      sizes = setting.tokens, shape.top_k, num_ranks, size
+      outside = node_exchange.network_tokens(*sizes) * rounds
+      both = np.add if node_exchange.saves(*sizes) else np.maximum
+    outside = outside * shape.embed_dim
+    dispatch = both(dispatch, outside * setting.token_bytes / rates["network_rate"])
+    combine = both(combine, outside * 2 / rates["network_rate"])
   return dispatch + combine + 2 * rates["exchange_seconds"] * rounds
 
 

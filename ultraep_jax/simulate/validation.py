@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 def points() -> list[Point]:
   """All measurements that the model can be held against."""
-  return [*_replication(), *_portable_layer(), *_paper_layer()]
+  return [*_replication(), *_portable_layer(), *_two_nodes(), *_paper_layer()]
 
 
 def _shape(model: ModelShape, **changes: int) -> ModelShape:
@@ -98,6 +98,33 @@ def _portable_layer() -> list[Point]:
     result.append(Point(f"H200 portable layer, {name}, forward", forward * 1e-3, seconds, source))
     seconds = float(outcome.seconds.mean())
     result.append(Point(f"H200 portable layer, {name}, both", both * 1e-3, seconds, source))
+  return result
+
+
+def _two_nodes() -> list[Point]:
+  """A layer on 2 GPUs as one node and as two, whose links are as fast."""
+  h200 = Device.load("h200")
+  loads = zipf_loads(0, 32, 2, 8192, 8, 1.42)[None, None]
+  cases = (
+    ("kernels", h200, 4.52, 11.9),
+    ("as two nodes", h200.on_nodes(), 7.01, 16.7),
+    ("plain JAX", h200.running(kernels=False), 21.3, None),
+  )
+  result = []
+  for what, device, *measured in cases:
+    setting = Setting(
+      model=_shape(MODELS["Qwen3-235B"], num_experts=32),
+      device=device,
+      num_ranks=2,
+      domain_size=2,
+      replica_slots=4,
+    )
+    outcome = simulate(loads, setting, ("quota (time)",))["quota (time)"]
+    seconds = outcome.forward.total, outcome.seconds
+    for direction, value, predicted in zip(("forward", "both"), measured, seconds, strict=True):
+      if value is not None:
+        title, source = f"H200 layer, {what}, {direction}", "docs/lab/processes.md, Two nodes"
+        result.append(Point(title, value * 1e-3, float(predicted.mean()), source))
   return result
 
 

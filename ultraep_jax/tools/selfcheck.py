@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax import implementation, testing
@@ -106,7 +106,8 @@ def _run(
   devices: Sequence[Any], compiler_options: dict[str, Any] | None
 ) -> tuple[float, float, float]:
   problem = make_problem(len(devices))
-  mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(AxisType.Auto,), devices=devices)
+  # jax.make_mesh refuses several nodes.
+  mesh = Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
   layer = jax.jit(functools.partial(sharded_moe, config=CONFIG), compiler_options=compiler_options)
   with jax.set_mesh(mesh):
     arrays = processes.put(problem, NamedSharding(mesh, P("expert")))

@@ -9,7 +9,7 @@ the worst case.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from ultraep_jax.mesh import mesh_max
 from ultraep_jax.planning.load import position_in_group
 from ultraep_jax.transport import wire
 from ultraep_jax.types import Array, AxisName, Routes
+
+Groups = tuple[tuple[int, ...], ...]  # of ranks, all equally large; each exchanges by itself
 
 # How much a block exceeds the mean number of tokens that two ranks exchange.
 _BLOCK_SLACK = 1.25
@@ -34,6 +36,8 @@ class BlockCrossing:
 
   Attributes:
     axis_name: the expert mesh axis.
+    groups: the ranks along it that exchange with each other, and count from 0 in their group;
+      ``None``: all G.
     capacity: C, rows of the round.
     block: N.
     dest_TK: the rank that computes the assignment in this round, −1 if none.
@@ -46,6 +50,7 @@ class BlockCrossing:
   """
 
   axis_name: AxisName = dataclasses.field(metadata={"static": True})
+  groups: Groups | None = dataclasses.field(metadata={"static": True})
   capacity: int = dataclasses.field(metadata={"static": True})
   block: int = dataclasses.field(metadata={"static": True})
   dest_TK: Array
@@ -58,18 +63,20 @@ class BlockCrossing:
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds are zero."""
-    crossing = wire.pack(x_TD, dtype)
+    return self.dispatch_packed(wire.pack(x_TD, dtype), x_TD.dtype)
+
+  def dispatch_packed(self, packed: Sequence[Array], dtype: jnp.dtype) -> Array:
+    """``dispatch`` of what ``wire.pack`` made of tokens of this dtype."""
 
     def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
       token_A, _ = _outgoing(self, i)
-      received = [_swap(array[token_A], self) for array in crossing]
-      received_AD = wire.unpack(received, x_TD.dtype)
+      received_AD = wire.unpack([_swap(array[token_A], self) for array in packed], dtype)
       # Gathering by row writes each row once; the inverse map is a scatter of integers only.
       source_C = _feeding(row_AK, self.capacity)
       fed_CD = received_AD[source_C // row_AK.shape[1]]
       return jnp.where((source_C >= 0)[:, None], fed_CD, rows_CD)
 
-    return _steps(self, step, jnp.zeros((self.capacity, x_TD.shape[1]), x_TD.dtype))
+    return _steps(self, step, jnp.zeros((self.capacity, packed[0].shape[1]), dtype))
 
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
@@ -120,24 +127,53 @@ def cross(
   routes: Routes, round_index: Array | int, capacity: int, axis_name: AxisName
 ) -> BlockCrossing:
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
-  num_ranks = lax.axis_size(axis_name)
   num_tokens, top_k = routes.dest_TK.shape
-  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
-  dest_TK = jnp.where(active_TK, routes.dest_TK, -1)
+  block = block_size(num_tokens, num_tokens * top_k, lax.axis_size(axis_name))
+  return among(None, *of_round(routes, round_index, capacity), capacity, axis_name, block)
 
+
+def of_round(routes: Routes, round_index: Array | int, capacity: int) -> tuple[Array, Array]:
+  """The ranks that compute assignments in a round, −1 if none, and their rows there, ``[T, K]``."""
+  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
+  return jnp.where(active_TK, routes.dest_TK, -1), routes.row_TK % capacity
+
+
+def block_size(num_tokens: int, assignments: int, num_ranks: int) -> int:
+  """N, for a rank's tokens, so many of whose assignments are on ``num_ranks`` ranks."""
+  return min(num_tokens, math.ceil(assignments / num_ranks * _BLOCK_SLACK))
+
+
+def among(
+  groups: Groups | None,
+  dest_TK: Array,
+  row_TK: Array,
+  capacity: int,
+  axis_name: AxisName,
+  block: int,
+) -> BlockCrossing:
+  """A crossing among the ranks of each group.
+
+  Args:
+    groups: as in ``BlockCrossing``.
+    dest_TK: the rank, counted in its group, that computes the assignment, −1 if none.
+    row_TK: the assignment's row there.
+    capacity: C.
+    axis_name: the expert mesh axis.
+    block: N, at most T.
+  """
+  num_ranks = _num_ranks(axis_name, groups)
+  num_tokens, top_k = dest_TK.shape
   # The first assignment of a token for a rank stands for all of them.
   same_TKK = dest_TK[:, :, None] == dest_TK[:, None, :]
   leader_TK = jnp.argmax(same_TKK, axis=2)
-  leads_TK = active_TK & (leader_TK == jnp.arange(top_k)[None])
+  leads_TK = (dest_TK >= 0) & (leader_TK == jnp.arange(top_k)[None])
   position_A, count_G = position_in_group(
     jnp.where(leads_TK, dest_TK, num_ranks).reshape(-1), num_ranks
   )
   position_TK = jnp.take_along_axis(position_A.reshape(dest_TK.shape), leader_TK, axis=1)
-
-  row_TK = routes.row_TK % capacity
-  block = min(num_tokens, math.ceil(num_tokens * top_k / num_ranks * _BLOCK_SLACK))
   crossing = BlockCrossing(
     axis_name=axis_name,
+    groups=groups,
     capacity=capacity,
     block=block,
     dest_TK=dest_TK,
@@ -174,7 +210,7 @@ def _announce_rows(crossing: BlockCrossing, step: Array | int) -> Array:
 
 def _outgoing(crossing: BlockCrossing, step: Array | int) -> tuple[Array, Array]:
   """The tokens of a step's blocks ``[A]``, and the assignments each carries ``[A, K]``."""
-  num_sent = lax.axis_size(crossing.axis_name) * crossing.block
+  num_sent = _num_ranks(crossing.axis_name, crossing.groups) * crossing.block
   here_TK, place_TK = _places(crossing, step)
   place_TK = jnp.where(here_TK & crossing.leads_TK, place_TK, num_sent)
   token_T1 = jnp.arange(place_TK.shape[0], dtype=jnp.int32)[:, None]
@@ -201,4 +237,10 @@ def _feeding(row_AK: Array, capacity: int) -> Array:
 
 def _swap(block_AX: Array, crossing: BlockCrossing) -> Array:
   """Sends block g of ``[G·N, ...]`` to rank g and returns the blocks received."""
-  return lax.all_to_all(block_AX, crossing.axis_name, 0, 0, tiled=True)
+  return lax.all_to_all(
+    block_AX, crossing.axis_name, 0, 0, tiled=True, axis_index_groups=crossing.groups
+  )
+
+
+def _num_ranks(axis_name: AxisName, groups: Groups | None) -> int:
+  return lax.axis_size(axis_name) if groups is None else len(groups[0])

@@ -2,16 +2,18 @@
 
 A token crosses to each rank that computes any of its assignments once, and fans out into its
 rows there; its rows' sum comes back once. How it crosses is up to the implementation: equal
-blocks and ``all_to_all`` (``block_exchange``), or kernels that write into other GPUs' memory
-(``push_exchange``).
+blocks and ``all_to_all`` (``block_exchange``), where that costs fewer bytes once to each node first
+(``node_exchange``), or kernels that write into other GPUs' memory (``push_exchange``).
 """
 
 from typing import Protocol
 
+from jax import lax
+
 from pallas_kernels import Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.transport import block_exchange, push_exchange
+from ultraep_jax.transport import block_exchange, node_exchange, push_exchange
 from ultraep_jax.types import Array, AxisName, Routes
 
 
@@ -71,6 +73,7 @@ def cross(
   *,
   width: int,
   dtype: object,
+  node_ranks: int,
   implementations: Implementations,
   tunings: Tunings,
 ) -> Crossing:
@@ -83,16 +86,24 @@ def cross(
     axis_name: the expert mesh axis.
     width: D.
     dtype: of tokens and rows.
+    node_ranks: ranks along the axis that are on one node, side by side.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
 
   Raises:
     NotImplementedError: none of them can.
   """
+
+  def portable() -> Crossing:
+    num_tokens, top_k = routes.dest_TK.shape
+    if node_exchange.saves(num_tokens, top_k, lax.axis_size(axis_name), node_ranks):
+      return node_exchange.cross(routes, round_index, capacity, axis_name, node_ranks)
+    return block_exchange.cross(routes, round_index, capacity, axis_name)
+
   candidates = {
     "mosaic_gpu": lambda: push_exchange.cross(
       routes, round_index, capacity, axis_name, width=width, dtype=dtype, tunings=tunings
     ),
-    "portable": lambda: block_exchange.cross(routes, round_index, capacity, axis_name),
+    "portable": portable,
   }
   return first_that_can(implementations, candidates)

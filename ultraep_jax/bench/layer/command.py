@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     full_size=args.scale == 1 and not args.bounds,
   )
   axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=axis_types, devices=found)
+  mesh = jax.sharding.Mesh(found, (AXIS,), axis_types=axis_types)  # make_mesh refuses several nodes
   print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)
   results: dict[str, Any] = {
     "jax": jax.__version__,

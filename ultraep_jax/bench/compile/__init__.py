@@ -1,0 +1,1 @@
+"""Compiling every kernel for GPUs that are not here."""
