@@ -2,6 +2,10 @@
 
 It takes one array of weights, so those of home and replica slots are joined first: a pass over all
 weights, for which ``tcgen05`` multiplies several times as fast as what XLA makes of plain JAX.
+
+Groups of 2, 0 and 1 rows::
+
+  home[0], home[1] + replica[0]  ──►  three weights; rows 0, 1 × the first, row 2 × the third
 """
 
 import jax

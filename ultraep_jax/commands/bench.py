@@ -1,6 +1,7 @@
 """Measure an operation; arguments after its name go to the measurement, --help too.
 
-Without a name, lists the measurements. All but ``portable`` need GPUs, most of them two.
+Without a name, lists the measurements. All but ``portable`` and ``compile`` need GPUs, and most of
+them need two.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
   """Runs the measurement's ``main``, which reads the program's arguments."""
   if args.name is None and set(args.rest) <= {"--help", "-h"}:
     print(table(["ultraep bench …", "what it does"], [[n, _summary(n)] for n in MEASUREMENTS]))
-    print("\nAll but portable need GPUs, most of them two. Each has --help.")
+    print("\nAll but portable and compile need GPUs, most of them two. Each has --help.")
     return 0
   if args.name not in MEASUREMENTS:
     raise CommandError(f"name: expected one of {', '.join(MEASUREMENTS)}, got {args.name!r}")
