@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
       args.out.mkdir(parents=True, exist_ok=True)
       results = run(settings, args.out, manager, args.resume, recorder)
   except SettingsError as error:
-    parser.error(str(error))
+    parser.exit(2, f"{parser.prog}: {error}\n")
   except OSError as error:  # a folder that cannot be made or written
     parser.exit(1, f"{parser.prog}: {error}\n")
   for name, value in results.items():
@@ -90,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def make_parser() -> argparse.ArgumentParser:
   """Flags for all settings, and for the files of a run."""
   parser = argparse.ArgumentParser(
-    prog="train_tiny_moe", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    prog=pathlib.Path(sys.argv[0]).name,
+    description=__doc__,
+    formatter_class=argparse.RawTextHelpFormatter,
   )
   for field in dataclasses.fields(Settings):
     default = None if field.name == "ranks" else field.default
@@ -143,7 +146,8 @@ def run(
   """All steps of the run on the mesh in context, then its figure and summary."""
   text, held_out = load_text()
   mesh = dict(jax.sharding.get_mesh().shape)
-  print(f"{settings.strategy} on {jax.default_backend()}, mesh {mesh}; compiling takes a minute")
+  backend = jax.default_backend()
+  print(f"strategy {settings.strategy} on {backend}, mesh {mesh}; compiling takes up to a minute")
   training = make_training(settings)
   state, first_step = training.state, 0
   if manager is not None and resume:
@@ -167,6 +171,8 @@ def run(
       if manager is not None:
         checkpoints.save(manager, step + 1, state, settings)
       bar.set_postfix_str(report.describe(history[-1]), refresh=False)
+      if step == first_step:
+        bar.unpause()  # compiling says nothing of the time that is left
       bar.update()
   val_loss = held_out_loss(training, state.params, held_out, settings)
   report.plot(history, out / "training.png")

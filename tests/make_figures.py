@@ -1,13 +1,15 @@
 """Draws the charts of the documentation: ``python tests/make_figures.py``.
 
-The chart of ``docs/results.md`` is of the table there, so that no figure stands in two places.
-``ultraep demo``, ``paper`` and the benches draw the others themselves.
+The charts of ``docs/results.md`` and ``docs/lab/layer.md`` are of the tables there, so that no
+number stands in two places. ``ultraep demo``, ``paper`` and the benches draw the others themselves.
 """
 
 import argparse
 import pathlib
 import re
+from typing import Any
 
+from ultraep_jax.bench.layer import plot
 from ultraep_jax.figures import COLORS, DPI, LABELS, figure, legend_above
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -15,10 +17,13 @@ STRATEGIES = ("none", "quota", "ideal")
 
 
 def main() -> None:
-  """Writes ``docs/images/many_models.png``."""
+  """Writes ``docs/images/many_models.png`` and ``layer_h200.png``."""
   argparse.ArgumentParser(description=__doc__).parse_args()
   draw(many_models((ROOT / "docs/results.md").read_text())).savefig(
     ROOT / "docs/images/many_models.png", dpi=DPI
+  )
+  plot.draw(layer_times((ROOT / "docs/lab/layer.md").read_text())).savefig(
+    ROOT / "docs/images/layer_h200.png", dpi=DPI
   )
 
 
@@ -29,6 +34,30 @@ def many_models(text: str) -> list[tuple[str, str, list[float]]]:
   return [
     (model, loads, [float(ms) for ms in rest.split(" | ")[:3]]) for model, loads, rest in rows
   ]
+
+
+def layer_times(text: str) -> list[dict[str, Any]]:
+  """Rows of the bench of a layer, from the laboratory's first table of four imbalances."""
+  table = text[text.index("| none / **quota** / ideal, ms") :].split("\n\n")[0]
+  header, *lines = table.splitlines()
+  ratios = [float(cell) for cell in header.split("|")[2:-1]]
+  rows = []
+  for line in lines[1:]:
+    title, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+    shape, _, direction = title.partition(", ")
+    for ratio, cell in zip(ratios, cells, strict=True):
+      times = dict(zip(STRATEGIES, map(float, cell.replace("*", "").split(" / ")), strict=True))
+      rows += [
+        {
+          "shape": shape,
+          "pass": direction,
+          "ratio": ratio,
+          "variant": variant,
+          "of_ideal": times["ideal"] / ms,
+        }
+        for variant, ms in times.items()
+      ]
+  return rows
 
 
 def draw(rows: list[tuple[str, str, list[float]]]):

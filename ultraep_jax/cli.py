@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
+import ultraep_jax
 import ultraep_jax.commands
 from ultraep_jax.tools.errors import CommandError, no_devices
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: arguments after the program's name; ``None`` takes them from ``sys.argv``.
   """
   argv = sys.argv[1:] if argv is None else argv
-  name = make_parser().parse_args(argv[:1]).command
+  name = make_parser().parse_args(argv[:1] or ["--help"]).command
   command = importlib.import_module(f"{ultraep_jax.commands.__name__}.{name}")
   # A program that gets its arguments passed on has its own --help.
   passes_on = getattr(command, "PASSES_ARGUMENTS_ON", False)
@@ -73,7 +74,9 @@ def _reason(error: Exception) -> str | None:
     except OSError:
       _discard_output()
     unnamed = error.filename is None and error.strerror  # so has what is printed
-    return f"output: expected to write it, got: {error.strerror}" if unnamed else str(error)
+    if unnamed:
+      return f"output: expected to write it, got: {error.strerror}"
+    return f"{error.filename}: {error.strerror}" if error.strerror else str(error)
   if isinstance(error, RuntimeError | AssertionError):
     try:
       jax.devices()
@@ -91,6 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
   """The parser of a command's name."""
   parser = argparse.ArgumentParser(
     prog=_PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--version", action="version", version=f"ultraep_jax {ultraep_jax.__version__}"
   )
   commands = parser.add_subparsers(dest="command", required=True, metavar="command")
   for name in COMMANDS:

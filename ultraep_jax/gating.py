@@ -157,7 +157,8 @@ def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
   ``f_e`` is the share of all assignments that go to expert e and ``p_e`` the mean over tokens
   of its score, normalised per token. Gradients flow through ``p_e`` alone. Source: Switch
   Transformer, section 2.2, with the K of DeepSeekMoE, section 3.3. Tokens are those of the
-  whole (global) batch; masked ones (index −1) do not count.
+  whole (global) batch; those without any expert (all −1) count
+  nowhere.
 
   Args:
     scores_TE: ``[..., E]`` float32, of ``Gating``.
@@ -170,7 +171,7 @@ def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
   load_E = router_load(expert_index_TK, num_experts).astype(jnp.float32)
   share_E = load_E / jnp.maximum(jnp.sum(load_E), 1.0)
   probability_TE = scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + 1e-20)
-  probability_E = _token_mean(probability_TE, expert_index_TK[..., 0] >= 0)
+  probability_E = _token_mean(probability_TE, jnp.any(expert_index_TK >= 0, axis=-1))
   return num_experts * jnp.sum(share_E * probability_E)
 
 

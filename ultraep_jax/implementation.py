@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: an ordered list, of which the first that can does.
+"""Which implementation of an operation runs: the first of an ordered list that can.
 
 It is told for each operation by itself. Kernels that stay on their GPU run wherever the GPU can;
 those that write into the memory of others where the mesh can, too.

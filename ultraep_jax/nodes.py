@@ -148,7 +148,7 @@ def _side_by_side(
 
 
 def _shared(node_DR: np.ndarray) -> bool:
-  """Whether a domain has ranks of several nodes, one of which has ranks in another domain."""
+  """Whether a domain has ranks of several nodes, and one of these nodes reaches another domain."""
   domains = [set(node_R) for node_R in node_DR.tolist()]
   others = (set().union(*domains[:i], *domains[i + 1 :]) for i in range(len(domains)))
   return any(len(nodes) > 1 and nodes & other for nodes, other in zip(domains, others, strict=True))

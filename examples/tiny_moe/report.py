@@ -43,7 +43,7 @@ def open_trace(
     path: its folder.
     settings: of the run.
     resume: go on with the trace that is there.
-    replace: delete a trace that is there and not to go on with.
+    replace: delete a trace that is there and not to go on with; it is in the folder ``--out``.
 
   Raises:
     SettingsError: the model has no loads, or the folder cannot take them.
@@ -66,7 +66,7 @@ def open_trace(
       metadata={"model": shape_of(settings)},
     )
   except (OSError, uep.trace.TraceError) as error:
-    raise SettingsError(f"--trace: {error}") from None
+    raise SettingsError(f"{'--out' if replace else '--trace'}: {error}") from None
 
 
 def _goes_on(path: pathlib.Path, settings: Settings) -> bool:

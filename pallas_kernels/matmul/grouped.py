@@ -1,4 +1,9 @@
-"""Matmuls of grouped rows with home and replica weights: forward, and the gradient to the rows."""
+"""Matmuls of grouped rows with home and replica weights: forward, and the gradient to the rows.
+
+Groups of 2, 0 and 1 rows, of two home slots and one replica slot::
+
+  rows 0, 1 × home[0]      none × home[1]      row 2 × replica[0]      row 3: not written
+"""
 
 import functools
 from collections.abc import Sequence

@@ -1,6 +1,11 @@
 """How a matmul's work is laid out: tiles, their order, and which block works on which.
 
 And what the matmul kernels expect of their operands.
+
+Two layouts of a block's sums, both 128 for each thread of the two warpgroups that multiply::
+
+  128 × 256, together    each warpgroup has 64 rows of the tile
+  128 × 128, in turns    each warpgroup has a tile of its own
 """
 
 import dataclasses

@@ -3,6 +3,11 @@
 Of a block's three warpgroups one loads operands by TMA into the ring and runs ahead into the next
 tile; the other two multiply. Either they work on one tile together, a strip of its rows each, or
 they take turns: each has a tile of its own, and stores it while the other multiplies.
+
+A ring of three stages. A stage is loaded again when it has been multiplied::
+
+  loads        0  1  2  0  1  2  …
+  multiplies      0  1  2  0  1  …
 """
 
 import dataclasses

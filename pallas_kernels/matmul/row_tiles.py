@@ -3,8 +3,8 @@
 Groups of 300, 90, 0 and 122 rows, tiles of 128 rows, short ones in units of 64::
 
   slot 0   rows   0–127, 128–255, and 236–299: a tile of 64 that ends with the group
-  slot 1   rows 300–427, of which 90 are stored: the group is smaller than its tile
-  slot 3   rows 390–517, of which 122 are stored
+  slot 1   rows 300–427; 90 are stored: the group is smaller than its tile
+  slot 3   rows 390–517; 122 are stored
 """
 
 import jax.numpy as jnp

@@ -4,7 +4,7 @@ A tile takes its weights from the home or from the replica operand, by its slot:
 joined. Groups of rows begin anywhere; which rows a tile computes is laid out in a table first.
 One kernel serves one product, a sum of products (``contractions``: their steps follow each other
 into one sum) and two products of the same rows side by side (several weights in a contraction, or
-one that holds several), of whose sums ``Result`` says what becomes.
+one that holds several). ``Result`` says what becomes of the sums.
 
 Two home slots and one replica slot, which the rows of slot 2 are multiplied by::
 

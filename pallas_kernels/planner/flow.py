@@ -2,6 +2,11 @@
 
 One warpgroup searches for the same flow bit for bit. Each step leaves its result in the vectors,
 with a barrier after it.
+
+An expert of rank 0 with copies on ranks 1, 2 and 3, and no rank may send more than one::
+
+  need 3   rank 0, the home, sends 1     ──►  need 2
+           ranks 1 and 2 send 1 each     ──►  need 0: trees with this cap exist
 """
 
 import jax.numpy as jnp

@@ -3,6 +3,12 @@
 One warpgroup has a rank or a slot per thread, in pieces of 128. An expert without replicas has
 nothing to send, so what concerns an expert is worked out by the threads of its slots, all alike,
 and lies in vectors in shared memory.
+
+Two ranks of two slots; threads 1 and 2 work out what concerns experts 7 and 2::
+
+  rank      0   0   1   1
+  item      0   1   2   3
+  expert   −1   7   2  −1
 """
 
 import dataclasses

@@ -2,6 +2,10 @@
 
 The last step of the search that ``ultraep_jax/planning/relay.py`` describes, bit for bit.
 Distances and what leads on are found together, so that a path is then only followed.
+
+A copy of expert A needs a sender. Rank 1 holds A but already sends its one copy, of expert B::
+
+  A ──► rank 1, full ──► B ──► rank 4, free      rank 4 sends B in its place, and rank 1 sends A
 """
 
 import jax.numpy as jnp

@@ -1,4 +1,10 @@
-"""The second planner kernel: chooses each domain's best candidate, and writes quotas and trees."""
+"""The second planner kernel: chooses each domain's best candidate, and writes quotas and trees.
+
+Expert 0 of rank 0 has load 5. The best candidate gave copies to ranks 1, 2 and 3::
+
+  tokens of slots    rank 1: 1   rank 2: 1   rank 3: 3
+  quota of expert 0  rank 0: 5 - 1 - 1 - 3 = 0, then 1, 1, 3
+"""
 
 from typing import Any
 

@@ -3,6 +3,13 @@
 The first makes all candidates side by side (``probes.py``); the second chooses the best of each
 domain and writes the quotas, while one of its blocks plans the trees (``tree.py``). Both are
 local: every rank of a mesh computes the same plan.
+
+::
+
+  loads ──► block 0:   4 candidates ──► its best ┐
+            block 1:   4 candidates ──► its best ├─► block 0:      transfer trees
+            …                                    │   other blocks: quotas
+            last:      construction ──► its own  ┘
 """
 
 import functools

@@ -2,6 +2,11 @@
 
 Ranks of a domain lie in the lanes of a warp, several *parts* of them if the domain is larger;
 every warp holds them all. Orders come from counting what goes before, ties go by index.
+
+A domain of 40 ranks has two parts::
+
+  part 0   ranks  0 to 31   in lanes 0 to 31
+  part 1   ranks 32 to 39   in lanes 0 to  7
 """
 
 import dataclasses

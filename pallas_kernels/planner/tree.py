@@ -3,11 +3,11 @@
 They are those that ``ultraep_jax/planning/relay.py`` describes, bit for bit. One warpgroup builds
 them from the number of copies that each member of an expert sends (``flow.py``).
 
-An expert of rank 0 with copies on ranks 1, 2 and 3. Without relays its home sends three; with one
-relay no rank sends more than two::
+An expert of rank 0 with copies on ranks 1, 2 and 3. Without relays its home sends three; with
+them no rank sends more than one::
 
-  0 ──► 1          0 ──► 1 ──► 2
-  0 ──► 2    or          └──► 3
+  0 ──► 1
+  0 ──► 2      or      0 ──► 1 ──► 2 ──► 3
   0 ──► 3
 """
 

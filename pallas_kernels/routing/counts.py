@@ -2,6 +2,12 @@
 
 That is a sum of four: those of earlier clusters, which each cluster counts again, a share in each
 of its blocks; of earlier blocks of the cluster; of earlier warps of the block; of earlier lanes.
+
+Clusters of two blocks, blocks of two warps, warps of two lanes; the last ``a`` has ordinal 10::
+
+  cluster 0   (a b  a a)  (b a  a a)     6 in the earlier cluster
+  cluster 1   (a b  b a)                 2 in the earlier block
+                          (b a  a a)     1 in the earlier warp, 1 in the earlier lane
 """
 
 import functools

@@ -3,6 +3,12 @@
 An item is a slot of a rank: first the homes of all experts, then all replica slots. Each thread has
 an item, or a few. Items of an expert are in order of their hosts in a list, in which an assignment
 looks for the host that has its place.
+
+An expert's line of 5 assignments, 3 for its home and 2 for the copy on rank 6::
+
+  host      start   interval
+  home          0   0, 1, 2
+  rank 6        3   3, 4
 """
 
 import functools

@@ -12,8 +12,8 @@ Only blocks of one cluster wait for each other, and a GPU starts a cluster whole
 nothing can wait for ever, whatever else runs: a cluster that finds no room starts later, and no
 other needs it.
 
-An expert with 5 assignments, of which its home serves 3 and the copy on rank 6 serves 2. Rank 0 has
-4 of them and rank 2 has 1. Where one stands on the expert's line decides::
+An expert with 5 assignments: its home serves 3, and the copy on rank 6 serves 2. Four come from
+rank 0 and one from rank 2. Where one stands on the expert's line decides::
 
   ordinal    0  1  2  3  4
   source     0  0  0  0  2

@@ -7,6 +7,11 @@ other rank handles, and two such workers can agree about a tile with a semaphore
 
 A worker never overlaps its own steps; enough workers keep the links busy. This is what makes
 waiting safe: a worker that waits holds nothing back that another one waits for.
+
+Seven tiles, three workers, on every rank::
+
+  tile      0  1  2  3  4  5  6
+  worker    0  1  2  0  1  2  0
 """
 
 import dataclasses

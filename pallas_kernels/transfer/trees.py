@@ -1,6 +1,13 @@
 """What a plan's transfer trees mean to the kernels that move experts along them.
 
 A copy of an expert is a filled slot. Slots of all ranks are numbered ``rank * S + slot``: axis N.
+
+Four ranks with a slot each. Expert 0 of rank 0 goes to rank 1, from there to 2, and on to 3::
+
+  expert_N    −1   0   0   0
+  parent_N    −1   0   1   2
+  feeder_N    −1  −1   1   2      slot 1 is fed by the home
+  depth_N      0   0   1   2
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ _MOST_WORKERS = 8  # a warpgroup of 128 threads each, of the 1024 that a block m
 
 @dataclasses.dataclass(frozen=True)
 class TransferTuning:
-  """How many workers move tiles of which size; the same on every rank.
+  """How many workers there are, and the size of their tiles; the same on every rank.
 
   Attributes:
     blocks: thread blocks, which all run at a time; ``None``: one for each SM of the device.

@@ -1,6 +1,12 @@
 """What the lanes of a warp tell each other one by one: who is equal, and sums of those before.
 
 As in ``warps``, arrays have one element a thread and each operation carries a ``twin``.
+
+Four lanes::
+
+  values          3  5  3  3
+  equal lanes     0, 2 and 3 · 1 · 0, 2 and 3 · 0, 2 and 3
+  sums before     0  3  8  11
 """
 
 from collections.abc import Callable

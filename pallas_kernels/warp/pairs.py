@@ -3,6 +3,11 @@
 A warpgroup holds a tile of sums as ``wgmma`` leaves them: of each row and eight columns, four
 neighbouring lanes have two columns each. So lane t of the four has the t-th pair of columns, and a
 pair is one register of two bfloat16.
+
+::
+
+  lane       0     1     2     3
+  columns   0 1   2 3   4 5   6 7
 """
 
 from typing import Any

@@ -120,6 +120,18 @@ def test_the_chart_of_results_is_its_table():
     assert len(ax.patches) == 3 * 4
 
 
+def test_the_chart_of_a_layer_is_its_table():
+  rows = make_figures.layer_times((ROOT / "docs/lab/layer.md").read_text())
+  assert len(rows) == 6 * 4 * 3 and {row["ratio"] for row in rows} == {1.0, 1.3, 2.0, 3.0}
+  (worst,) = (
+    row["of_ideal"]
+    for row in rows
+    if (row["shape"], row["pass"], row["ratio"], row["variant"])
+    == ("Qwen3-235B", "forward", 3.0, "none")
+  )
+  assert abs(worst - 5.07 / 11.77) < 1e-9
+
+
 def test_sources_of_constants_are_sections_of_the_laboratory():
   pointers = set()
   for path in (ROOT / "ultraep_jax").rglob("*.json"):

@@ -242,6 +242,14 @@ def test_bad_flags_are_named(flags, message, tmp_path, monkeypatch, capsys):
   assert not pathlib.Path("runs").exists()
 
 
+@pytest.mark.parametrize("option", ["--out", "--trace"])
+def test_a_folder_that_cannot_be_written_is_named(option, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    main([*TINY, option, "/proc/none"])
+  said = capsys.readouterr().err
+  assert f"{option}: " in said and "/proc/none" in said and said.count("\n") == 1
+
+
 def test_help_names_every_setting_and_its_default(capsys):
   with pytest.raises(SystemExit, match="0"):
     main(["--help"])

@@ -311,6 +311,18 @@ def test_losses_ignore_masked_tokens_and_survive_an_empty_batch():
   assert gating.router_z_loss(logits, jnp.zeros(24, jnp.bool_)) == 0
 
 
+@given(index=st.lists(st.permutations([-1, -1, 0, 2, 3]), min_size=4, max_size=4))
+def test_load_balance_loss_counts_choices_in_any_order(index):
+  """Those that are made already may lack an expert at any place."""
+  index_TK = np.array(index)[:, :3]
+  scores_TE = np.random.default_rng(0).random((4, 4)).astype(np.float32)
+  share_E = np.array([np.sum(index_TK == e) for e in range(4)]) / max(np.sum(index_TK >= 0), 1)
+  chosen_TE = scores_TE[(index_TK >= 0).any(axis=1)]
+  mean_E = np.mean(chosen_TE / chosen_TE.sum(axis=1, keepdims=True), axis=0)
+  got = gating.load_balance_loss(jnp.asarray(scores_TE), jnp.asarray(index_TK, jnp.int32))
+  np.testing.assert_allclose(got, 4 * np.sum(share_E * mean_E), rtol=1e-5)
+
+
 def test_router_z_loss_matches_numpy():
   logits = spaced_logits(4) + np.arange(24, dtype=np.float32)[:, None] / 8
   expected = np.mean(np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2)

@@ -108,7 +108,7 @@ def test_view_serves_until_it_is_stopped(tmp_path, interruptible):
         command("view", folder, "--port", port), cwd=ROOT, capture_output=True, text=True
       )
       assert second.returncode == 1
-      assert f"cannot serve on 127.0.0.1, port {port}" in second.stderr
+      assert f"cannot serve on 127.0.0.1, port {port}: Address already in use" in second.stderr
       child.send_signal(signal.SIGINT)
       assert child.wait(30) == 130
   finally:

@@ -1,4 +1,4 @@
-"""Imports run downwards through the layers and nowhere in a circle, and cost little."""
+"""Imports and calls run downwards through the layers and in no circle; imports cost little."""
 
 import graphlib
 import os
@@ -6,10 +6,13 @@ import subprocess
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
 import pytest
 from source_tree import BARE, FILES, ROOT, imported_modules, source_file
 
 import pallas_kernels
+import ultraep_jax as uep
 
 # Folders and modules from the top down. A file belongs to the longest that begins its path; what
 # stands on one line does not import each other.
@@ -83,6 +86,40 @@ def test_nothing_imports_itself_through_others():
   """Not even for types, or within a function."""
   graph = graphlib.TopologicalSorter({path: imported_files(path) for path in FILES})
   graph.prepare()  # raises CycleError, which names the files
+
+
+def test_calls_of_a_layer_point_down():
+  """From ``sharded_moe`` on, gradients too; one function calls back what its callers give it."""
+  weights = uep.ExpertWeights(*[jnp.ones((8, 4, 4))] * 3)
+  arguments = jnp.ones((40, 4)), jnp.ones((40, 2), jnp.int32), jnp.ones((40, 2)), weights
+  config = uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, worst_case_bytes=0)
+  calls, back = set(), set()
+
+  def file_of(frame):
+    path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+    return path if path.startswith(("ultraep_jax/", "pallas_kernels/")) else None
+
+  def profile(frame, event, _):
+    callee = file_of(frame) if event == "call" else None
+    caller = frame.f_back if callee else None
+    while caller and not file_of(caller):
+      caller = caller.f_back  # through JAX
+    if callee and caller and (above := file_of(caller)) != callee:
+      calls.add((above, callee))
+      if PLACES[place_of(above)] > PLACES[place_of(callee)]:
+        back.add(caller.f_code.co_qualname)
+
+  def loss(x, index, gate, weights):
+    return jnp.sum(uep.sharded_moe(x, index, gate, weights, config=config)[0])
+
+  with jax.set_mesh(jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4])):
+    sys.setprofile(profile)
+    try:
+      jax.make_jaxpr(jax.grad(loss, argnums=(0, 2, 3)))(*arguments)
+    finally:
+      sys.setprofile(None)
+  assert {caller for caller, _ in calls} > {f"ultraep_jax/{n}.py" for n in ("sharded", "moe")}
+  assert back == {"first_that_can"}
 
 
 def test_every_place_is_there():

@@ -1,5 +1,6 @@
 """The project as a whole: public names, documents, the wheel."""
 
+import ast
 import importlib
 import os
 import pathlib
@@ -151,3 +152,18 @@ def test_modules_of_the_public_package_import():
     if path.startswith(("ultraep_jax/", "pallas_kernels/")) and not path.endswith("__main__.py"):
       module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
       assert importlib.import_module(module).__doc__, f"{module}: expected a docstring, got none"
+
+
+# Tables, checks and a row of settings need no picture.
+PLAIN = {"elementwise", "operands", "block", "peers", "scales", "tuning", "__init__"}
+
+
+def test_kernel_files_begin_with_an_example():
+  """A drawing or worked numbers, as a literal block of the module's docstring."""
+  folders = [
+    ROOT / "pallas_kernels" / name for name in ("matmul", "planner", "routing", "transfer")
+  ]
+  files = [path for folder in folders for path in folder.glob("*.py") if path.stem not in PLAIN]
+  docs = {path.name: ast.get_docstring(ast.parse(path.read_text())) or "" for path in files}
+  assert len(docs) > 20
+  assert not [name for name, doc in docs.items() if not re.search(r"::\n\n  +\S", doc)]

@@ -26,7 +26,7 @@ def devices(ranks: int | None = None, *, least: int = 1, full_size: bool = False
   chosen = found[:ranks]
   what = f"{len(chosen)} x {chosen[0].device_kind}"
   if len(chosen) < least:
-    raise CommandError(f"devices: expected at least {least}, got {what}")
+    raise CommandError(f"devices: expected at least {least} GPUs, got {what}")
   if full_size and chosen[0].platform == "cpu":
     raise CommandError(f"devices: expected GPUs for models of full size, got {what}")
   return chosen

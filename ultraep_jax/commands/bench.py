@@ -1,6 +1,6 @@
 """Measure an operation; arguments after its name go to the measurement, --help too.
 
-Without a name, lists the measurements. Most of them want GPUs.
+Without a name, lists the measurements. All but ``portable`` need GPUs, most of them two.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 from types import ModuleType
 
 import ultraep_jax.bench
+from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 
 PASSES_ARGUMENTS_ON = True
@@ -42,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Runs the measurement's ``main``, which reads the program's arguments."""
   if args.name is None and set(args.rest) <= {"--help", "-h"}:
-    for name in MEASUREMENTS:
-      print(f"{name:16} {_summary(name)}")
+    print(table(["ultraep bench …", "what it does"], [[n, _summary(n)] for n in MEASUREMENTS]))
+    print("\nAll but portable need GPUs, most of them two. Each has --help.")
     return 0
   if args.name not in MEASUREMENTS:
     raise CommandError(f"name: expected one of {', '.join(MEASUREMENTS)}, got {args.name!r}")

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
       "Clone the repository and run this command from its root."
     )
   before = sys.argv, sys.path
-  sys.argv = [str(_EXAMPLE), *args.rest]
+  sys.argv = ["ultraep demo", *args.rest]
   sys.path = [str(_EXAMPLE.parent), *sys.path]  # as for `python examples/train_tiny_moe.py`
   try:
     runpy.run_path(str(_EXAMPLE), run_name="__main__")

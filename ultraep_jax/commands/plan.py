@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     raise CommandError(str(error)) from None
   copy_bytes = 0 if weights is None else weights.expert_size * jnp.dtype(args.dtype).itemsize
   answer = _answer(load_GE, plan, config, copy_bytes)
+  if args.loads is None:
+    answer["generated"] = f"{args.workload}, --ratio {args.ratio:g}, --seed {args.seed}"
   print(json.dumps(answer, indent=2) if args.json else _text(answer))
   return 0
 
@@ -119,7 +121,9 @@ def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
   load = load.astype(np.int64)
   if load.ndim == 1:
     if num_ranks is None or num_ranks < 1:
-      raise ValueError(f"{path}: --ranks: expected with loads per expert, got {num_ranks}")
+      raise ValueError(
+        f"{path}: expected --ranks, to deal one row of loads to ranks, got {num_ranks or 'none'}"
+      )
     if num_ranks > load.size:
       raise ValueError(f"{path}: --ranks: expected at most {load.size} experts, got {num_ranks}")
     # From every rank alike, the remainders dealt out in turn.
@@ -169,10 +173,12 @@ def _read_lists(path: pathlib.Path) -> np.ndarray:
 def _read_csv(path: pathlib.Path) -> np.ndarray:
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter("error", UserWarning)  # an empty file
+      warnings.simplefilter("error", UserWarning)
       return np.loadtxt(path, delimiter=",", ndmin=1)
-  except (ValueError, UserWarning) as error:
-    raise ValueError(f"{path}: expected loads in csv, got {error!s:.200}") from error
+  except UserWarning:
+    raise ValueError(f"{path}: expected loads in csv, got an empty file") from None
+  except ValueError as error:
+    raise ValueError(f"{path}: expected loads in csv: {error!s:.200}") from error
 
 
 def _expert(args: argparse.Namespace) -> ExpertWeights | None:
@@ -253,7 +259,9 @@ def _text(answer: dict[str, Any]) -> str:
   imbalance, remote, ranks = answer["imbalance"], answer["remote_fraction"], answer["ranks"]
   size = f", {answer['copy_bytes'] / 1e6:.3g} MB each" if answer["copy_bytes"] else ""
   mean = answer["assignments"] / ranks
+  made = answer.get("generated")
   lines = [
+    *([f"generated loads: {made} (give a FILE for yours)"] if made else []),
     f"{ranks} ranks, {answer['experts']} experts, {answer['replica_slots']} replica slots a rank; "
     f"{answer['assignments']} assignments, {mean:.1f} a rank",
     f"busiest / mean rank  {imbalance['before']:.3f} before, {imbalance['after']:.3f} after "

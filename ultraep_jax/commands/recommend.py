@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
   if args.json:
     print(json.dumps({"device": device.name, "slots": rows, "advice": advice}, indent=2))
   else:
-    print(_text(trace, len(part), rows, [*notes, advice]))
+    print(_text(trace, len(part), device.name, rows, [*notes, advice]))
   return 0
 
 
@@ -123,11 +123,14 @@ def _advice(rows: list[dict[str, Any]], device: str) -> str:
   )
 
 
-def _text(trace: Trace, planned: int, rows: list[dict[str, Any]], notes: list[str]) -> str:
+def _text(
+  trace: Trace, planned: int, device: str, rows: list[dict[str, Any]], notes: list[str]
+) -> str:
   manifest = trace.manifest
   title = (
     f"{manifest.name}: {manifest.num_ranks} ranks, {manifest.num_experts} experts; {planned} of "
-    f"{len(trace)} records planned, recorded with {manifest.replica_slots} slots"
+    f"{len(trace)} records planned, recorded with {manifest.replica_slots} slots\n"
+    f"times predicted for {device} (--device)"
   )
   header = ["slots", "imbalance", "worst", "copies", "layer ms", "ms saved a step", "MB a rank"]
   names = (

@@ -100,5 +100,5 @@ def _text(trace: Trace, summary: dict[str, Any]) -> str:
   for name in ("more_than_one_round", "invalid_assignments", "off_plan"):
     if summary[name]:
       lines.append(f"{name.replace('_', ' ')}: {summary[name]}")
-  lines += [f"advice, for the least even record: {line}" for line in summary["advice"]]
+  lines += [f"advice (from the least even record): {line}" for line in summary["advice"]]
   return "\n".join(lines)

@@ -80,7 +80,8 @@ def _serve(args: argparse.Namespace) -> int:
   try:
     server = make_server(lambda: page_of(args.traces, args.steps), args.host, args.port)
   except (OSError, OverflowError) as error:
-    raise CommandError(f"cannot serve on {args.host}, port {args.port}: {error}") from None
+    reason = getattr(error, "strerror", None) or error
+    raise CommandError(f"cannot serve on {args.host}, port {args.port}: {reason}") from None
   host = f"[{args.host}]" if ":" in args.host else args.host
   address = f"http://{host}:{server.server_port}/"
   print(f"serving {', '.join(args.traces)} on {address} (Ctrl-C to stop)", flush=True)

@@ -187,7 +187,7 @@ def slot_sums(
   Returns:
     ``[M, N]`` and ``[S, N]``, float32.
   """
-  # A matmul of one column, of which the kernel has 64.
+  # A matmul of one column; the kernel's columns come by 64.
   columns = kernels.UNIT if "mosaic_gpu" in implementations else 1
   scale_CK = jnp.broadcast_to(scale_C[:, None], (scale_C.shape[0], columns)).astype(rows_CN.dtype)
   arguments = scale_CK, rows_CN, group_size_P, num_home, filled_S

@@ -63,7 +63,7 @@ class Fact(NamedTuple):
   source: str
 
   def scaled(self, owner: str, factor: float) -> "Fact":
-    """The same of another device, of which data sheets say that it is so many times as fast."""
+    """The same for another device, so many times as fast by the data sheets."""
     how = "as on" if factor == 1 else f"{factor:.3g} times, by data sheets, that of"
     return Fact(self.value * factor, self.unit, "derived", f"{how} {owner}: {self.source}")
 

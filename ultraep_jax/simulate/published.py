@@ -52,7 +52,7 @@ PREFILL_PHASE = 50
 
 
 def training_traffic(imbalance: float) -> Traffic:
-  """Loads of training: a lasting skew, half of whose changes are slow."""
+  """Loads of training: a lasting skew. Half of its changes are slow."""
   change = TRAINING_CHANGE * math.log(imbalance)
   return Traffic(imbalance=imbalance, drift=change, drift_steps=20, noise=change)
 

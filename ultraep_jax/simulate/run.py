@@ -27,7 +27,7 @@ class Band(NamedTuple):
 
   def __str__(self) -> str:
     half = (self.high - self.low) / 2
-    return f"{self.mean:.3g}" if half == 0 else f"{self.mean:.3f} ± {half:.3f}"
+    return f"{self.mean:.3f}" if half == 0 else f"{self.mean:.3f} ± {half:.3f}"
 
 
 def band(value_per_seed: Sequence[float]) -> Band:

@@ -98,7 +98,7 @@ function drawSummary() {
     tile.append(element("b", value), element("span", name));
     return tile;
   }));
-  $("advice").textContent = `In the worst record: ${run.advice.join("; ")}.`;
+  $("advice").textContent = `Advice, from the least even record: ${run.advice.join("; ")}.`;
   $("advice").hidden = !run.advice.length;
   fillTable($("percentiles"), ["records", "before", "after"], PERCENTILES.map((p) => [
     p === 100 ? "worst" : p === 50 ? "median" : `${p} % are below`,

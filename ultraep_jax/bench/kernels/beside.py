@@ -26,6 +26,7 @@ from ultraep_jax.bench.kernels.transfers import open_mesh, tunings_of
 from ultraep_jax.bench.layer.problem import SHAPES, random_normal
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
+from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import factor, positive
 from ultraep_jax.types import Array
 
@@ -62,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = timing.in_turn(runs, args.repeats, args.calls)
     times = {name: 1e6 * timing.median(values) for name, values in seconds.items()}
     print(f"ratio {ratio}, rows of replicas {plan.rows_GP[:, HOME:].sum(axis=1).tolist()}")
-    for name, micro in times.items():
-      exposed = micro - times["copies known"]
-      print(f"  {name:24} {micro:8.0f} us, exposed {exposed:6.0f} us", flush=True)
+    rows = [[name, micro, micro - times["copies known"]] for name, micro in times.items()]
+    print(table(["copies", "us", "exposed us"], rows, digits=0), flush=True)
   return 0
 
 

@@ -20,6 +20,7 @@ from pallas_kernels import ExchangeTuning, combine, dispatch, dispatch_scaled
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.transfers import open_mesh
 from ultraep_jax.config import DispatchDtype
+from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import natural, positive
 from ultraep_jax.transport import block_exchange, push_exchange, wire
@@ -212,6 +213,7 @@ def time_shape(
     label = f"{t.blocks} x {t.workers} x {t.tile_bytes} x {t.steps}"
     variants[f"dispatch {label}"] = (functools.partial(there, t), (x, dest, row, received))
     variants[f"combine {label}"] = (functools.partial(back, t), (rows, gate, dest, received))
+  measured = []
   for name, (function, args) in variants.items():
     chained = functools.partial(on_mesh(mesh, timing.chain(function, calls)), *args)
     try:
@@ -225,11 +227,10 @@ def time_shape(
     on_device = ", ".join(f"{k} {v:.0f}" for k, v in kernels.items())
     dtype = dispatch_dtype if name.startswith("dispatch") else None
     sent = remote * wire.token_bytes(width, 2, dtype)
-    print(
-      f"T{tokens} K{top_k} D{width} {name:36} {seconds * 1e6:8.1f} us a call"
-      f" {sent / seconds / 1e9:6.0f} GB/s remote; device us: {on_device}",
-      flush=True,
-    )
+    sizes = f"T{tokens} K{top_k} D{width}"
+    measured.append([sizes, name, seconds * 1e6, sent / seconds / 1e9, on_device])
+  header = ["", "operation", "us a call", "GB/s remote", "us on the device"]
+  print(table(header, measured, digits=1), flush=True)
 
 
 if __name__ == "__main__":

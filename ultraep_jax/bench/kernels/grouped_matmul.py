@@ -29,6 +29,7 @@ from ultraep_jax.bench.kernels.matmul_problems import (
 from ultraep_jax.bench.layer.problem import LARGE, SHAPES
 from ultraep_jax.bench.machine import devices_for_kernels
 from ultraep_jax.implementation import resolve_tunings
+from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import nonnegative, positive
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import Array
@@ -169,18 +170,17 @@ def time_problems(problems: list[Problem], peers: bool, pace: contest.Pace) -> N
 
 
 def report(problem: Problem, outcome: contest.Outcome) -> None:
-  """A line for each program but the dense one."""
+  """A row for each program but the dense one."""
   medians = {name: statistics.median(times) for name, times in outcome.seconds.items()}
   dense = statistics.median(outcome.others.get(DENSE, [float("nan")]))
+  rows = []
   for name, seconds in medians.items():
     ratio, rate = problem.ratio(seconds, dense), problem.flop / seconds / 1e12
-    print(
-      f"{problem.title:36} {name:18} {seconds * 1e6:7.0f} µs {rate:6.0f} of {rate / ratio:4.0f} "
-      f"TFLOP/s, ratio {ratio:.3f}",
-      flush=True,
-    )
+    row = [f"{seconds * 1e6:.0f}", f"{rate:.0f}", f"{rate / ratio:.0f}", f"{ratio:.3f}"]
+    rows.append([problem.title, name, *row])
   for name, reason in outcome.failures.items():
-    print(f"{problem.title:36} {name:18} {reason}", flush=True)
+    rows.append([problem.title, name, None, None, None, reason])
+  print(table(["", "program", "µs", "TFLOP/s", "of dense", "ratio"], rows), flush=True)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:

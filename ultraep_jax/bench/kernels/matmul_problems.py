@@ -163,7 +163,7 @@ class Problem:
     return make.get(self.operation.split()[0], _product)(self)
 
   def contest(self, kernels: Mapping[str, Kernel]) -> Contest:
-    """Kernels of the same operands, the first of which is right, beside the dense matmul."""
+    """Kernels of the same operands, the first as reference, beside the dense matmul."""
     parts, sizes = self.parts(), jnp.asarray(self.sizes, jnp.int32)
 
     def make() -> Any:

@@ -27,6 +27,7 @@ from ultraep_jax.moe import moe
 from ultraep_jax.planning import route
 from ultraep_jax.planning.load import expert_load
 from ultraep_jax.planning.plan import home_quota, plan_quotas
+from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import positive
 from ultraep_jax.transport import block_exchange, replicate
 from ultraep_jax.types import Array, ExpertWeights, Plan, Routes
@@ -50,17 +51,16 @@ def main() -> None:
   print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}")
   results = {}
   for name in args.what:
+    rows = []
     for label, run, amount, unit in BENCHES[name](mesh, args.scale):
       try:
         seconds = timed(run, mesh, args.calls, args.repeats)
       except Exception as error:  # an alternative that this backend lacks
-        print(f"{name:10} {label:44} {type(error).__name__}: {str(error)[:60]}", flush=True)
+        rows.append([name, label, None, None, f"{type(error).__name__}: {str(error)[:60]}"])
         continue
       results[f"{name}/{label}"] = seconds
-      print(
-        f"{name:10} {label:44} {seconds * 1e6:10.0f} us {amount / seconds / 1e9:10.1f} {unit}",
-        flush=True,
-      )
+      rows.append([name, label, seconds * 1e6, amount / seconds / 1e9, unit])
+    print(table(["", "operation", "us", "rate", "unit"], rows, digits=1), flush=True)
   if args.json:
     write_text(args.json, json.dumps(results, indent=1))
 

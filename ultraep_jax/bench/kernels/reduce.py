@@ -30,6 +30,7 @@ from ultraep_jax.bench.kernels.transfers import (
   time_cases,
   tunings_of,
 )
+from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.transport import replicate as portable
 from ultraep_jax.types import Array
@@ -172,17 +173,16 @@ def report(
     return operation([replica], [home], plan_2GS[0], plan_2GS[1])[0]
 
   megabytes = 4 * row / 1e6
+  rows = []
   for name, placement in cases.items():
     rest = (ones(placement[0].shape[1]), stacked(placement, mesh))
     seconds = timed((once, (ones(HOME), *rest)), mesh, calls, repeats, donate=True)
     device = device_times("reduce_replicas", once, (ones(HOME), *rest), mesh, donate=True)
     copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
-    print(
-      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
-      f" {rate:7.1f} GB/s; {device}",
-      flush=True,
-    )
+    rows.append([label, name, megabytes, copies, seconds * 1e6, rate, str(device)])
+  header = ["layout", "plan", "MB", "copies", "us", "GB/s", "on the device"]
+  print(table(header, rows, digits=1), flush=True)
 
 
 if __name__ == "__main__":

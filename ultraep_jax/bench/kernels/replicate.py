@@ -30,6 +30,7 @@ from ultraep_jax.bench.kernels.transfers import (
   time_cases,
   tunings_of,
 )
+from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.transport import replicate as portable
 from ultraep_jax.types import Array
@@ -133,17 +134,16 @@ def report(
     bits = lax.bitcast_convert_type(copies[0].reshape(-1)[0], jnp.uint16)
     return plan_2GS + (bits.astype(jnp.int32) >> 20)  # a zero that the compiler cannot see
 
+  rows = []
   for name, placement in cases.items():
     plan_2GS = stacked(placement, mesh)
     seconds = timed((once, (plan_2GS, *arrays)), mesh, calls, repeats)
     device = device_times("replicate", once, (plan_2GS, *arrays), mesh)
     copies = busiest(placement)
     rate = copies * megabytes / 1e3 / seconds
-    print(
-      f"{label:16} {name:28} {megabytes:6.1f} MB x {copies} {seconds * 1e6:8.1f} us"
-      f" {rate:7.1f} GB/s; {device}",
-      flush=True,
-    )
+    rows.append([label, name, megabytes, copies, seconds * 1e6, rate, str(device)])
+  header = ["layout", "plan", "MB", "copies", "us", "GB/s", "on the device"]
+  print(table(header, rows, digits=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def scaled(name: str, args: argparse.Namespace) -> Shape:
 
 
 def random_normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Array:
-  """bfloat16, the leading axis over the ranks, each of which makes its own part."""
+  """bfloat16, the leading axis over the ranks; each rank makes its own part."""
 
   @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
   def make_array(key: Array) -> Array:

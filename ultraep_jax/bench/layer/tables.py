@@ -3,7 +3,7 @@
 import argparse
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ultraep_jax.bench.layer.variants import SLACK, bound, layer, one_call, plan
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan
 from ultraep_jax.planning.route import row_capacity
+from ultraep_jax.tables import table
 
 Row = dict[str, Any]
 
@@ -48,12 +49,9 @@ def bounds(args: argparse.Namespace, ranks: int, top_k: int) -> list[Row]:
           "replicas": max(int((p.replica_expert >= 0).sum()) for p in plans),
         }
       )
-      row = rows[-1]
-      print(
-        f"flat {ratio:4.1f}, E{experts} G{ranks} S{slots:<3} bound {row['bound']:.4f} "
-        f"reached {row['reached']:.4f} with {row['replicas']} replicas",
-        flush=True,
-      )
+  names = ("ratio", "experts", "ranks", "slots", "bound", "reached", "replicas")
+  header = ["flat loads, ratio", "experts", "ranks", "slots", "bound", "reached", "copies"]
+  print(table(header, [[row[name] for name in names] for row in rows], digits=4), flush=True)
   return rows
 
 
@@ -74,7 +72,7 @@ def memory(
         ("ideal", SLACK),
       ):
         rows.append(_memory(mesh, name, problem, direction, variant, factor, args))
-        print(describe(rows[-1]), flush=True)
+  print(_memory_table(rows), flush=True)
   return rows
 
 
@@ -116,10 +114,18 @@ def _memory(
   }
 
 
-def describe(row: Row) -> str:
-  return (
-    f"{row['shape']:12} {row['ratio']:4.1f} {row['pass']:8} {row['variant']:6}"
-    f" buffer {row['capacity_factor']:6.4f} = {row['buffer_rows']} rows, {row['rounds']} rounds:"
-    f" {row['peak_gb']:7.4g} GB, of which arguments {row['arguments_gb']:.4g},"
-    f" results {row['results_gb']:.4g}, temporary {row['temp_gb']:.4g}"
-  )
+def _memory_table(rows: Sequence[Row]) -> str:
+  columns = {
+    "": "shape",
+    "ratio": "ratio",
+    "pass": "pass",
+    "variant": "variant",
+    "buffer": "capacity_factor",
+    "rows": "buffer_rows",
+    "rounds": "rounds",
+    "GB": "peak_gb",
+    "arguments": "arguments_gb",
+    "results": "results_gb",
+    "temporary": "temp_gb",
+  }
+  return table([*columns], [[row[name] for name in columns.values()] for row in rows], digits=3)

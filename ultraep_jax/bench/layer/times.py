@@ -4,7 +4,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
 from ultraep_jax.bench.layer.variants import BALANCED, bound, capacity, layer, one_call
 from ultraep_jax.strategies import eplb
+from ultraep_jax.tables import table
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.types import Array, ExpertWeights
 
@@ -134,7 +135,7 @@ def measure(
       row["kernels_us"] = timing.kernel_times(run, args.calls)
       row["kinds_us"] = timing.grouped(row["kernels_us"], KERNELS)
     rows.append(row)
-    print(describe(row), flush=True)
+  print(times_table(rows), flush=True)
   return rows
 
 
@@ -173,18 +174,30 @@ def after(
   return worst | mean | {"rounds": float(max(e["rounds"] for e in each)), "bound": least}
 
 
-def describe(row: dict[str, Any]) -> str:
-  text = f"{row['shape']:12} {row['ratio']:4.1f} {row['pass']:8} {row['variant']:10}"
-  text += f" {row['ms']:8.3f} ms"
-  if row["of_ideal"] is not None:
-    text += f" {row['of_ideal']:6.1%} of ideal"
-  if row["over_none"] is not None:
-    text += f" {row['over_none']:5.2f} x none"
-  text += f" {row['temp_gb']:6.2f} GB"
-  if "imbalance_after" in row:
-    text += f" imbalance {row['imbalance_before']:.3f} -> {row['imbalance_after']:.4f}"
-    text += f" (bound {row['bound']:.4f})"
-    text += f" replicas {row['replicas']:.1f} rounds {row['rounds']:.0f}"
-  if "kinds_us" in row:
-    text += " | us: " + ", ".join(f"{k} {v:.0f}" for k, v in row["kinds_us"].items())
-  return text
+def times_table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """The variants of one case, as a table."""
+  columns = {
+    "": "shape",
+    "ratio": "ratio",
+    "pass": "pass",
+    "variant": "variant",
+    "ms": "ms",
+    "of ideal": "of_ideal",
+    "x none": "over_none",
+    "GB": "temp_gb",
+    "before": "imbalance_before",
+    "after": "imbalance_after",
+    "bound": "bound",
+    "copies": "replicas",
+    "rounds": "rounds",
+  }
+  kinds = dict.fromkeys(kind for row in rows for kind in row.get("kinds_us", {}))
+  return table(
+    [*columns, *(f"{kind} us" for kind in kinds)],
+    [
+      [row.get(name) for name in columns.values()]
+      + [row.get("kinds_us", {}).get(kind) for kind in kinds]
+      for row in rows
+    ],
+    digits=3,
+  )

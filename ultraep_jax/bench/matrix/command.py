@@ -139,7 +139,7 @@ def measure_group(
     stats = [jax.device_get(scalars(*_of_step(arguments, step))) for step in range(_STEPS)]
     times = {name: timing.median(values) for name, values in seconds.items()}
     rows.append(_row(mesh.size, cell, shape, times, np.asarray(index[cell]), stats))
-    print(report.describe(rows[-1]), flush=True)
+  print(report.cells_table(rows), flush=True)
   return rows
 
 

@@ -1,4 +1,4 @@
-"""What the matrix shows: a line a cell, a summary against the goals, and a heat map."""
+"""What the matrix shows: tables of cells, a summary against the goals, and a heat map."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ultraep_jax.figures import figure
+from ultraep_jax.tables import table
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -14,15 +15,30 @@ Row = Mapping[str, Any]
 _MOST_EXTRA = 60e-6  # seconds over not balanced that a small batch may cost
 
 
-def describe(row: Row) -> str:
-  """One cell as a line."""
-  times = ", ".join(f"{name} {row['ms'][name]:.3f}" for name in row["ms"])
-  text = (
-    f"{row['shape']:16} T{row['tokens']:<5} {row['direction']:7} {row['loads']:11} "
-    f"{row['before']:.2f} -> {row['after']:.3f} (bound {row['bound']:.3f})"
-    f" regret {row['regret']:.3f} | ms: {times}, floor {row['floor_ms']:.3f}"
+def cells_table(rows: Sequence[Row]) -> str:
+  """Cells of one group, as a table; times are milliseconds."""
+  columns = {
+    "": "shape",
+    "tokens": "tokens",
+    "pass": "direction",
+    "loads": "loads",
+    "before": "before",
+    "after": "after",
+    "bound": "bound",
+    "regret": "regret",
+    "floor": "floor_ms",
+    "rounds": "rounds",
+    "copies": "copies",
+  }
+  variants = dict.fromkeys(name for row in rows for name in row["ms"])
+  return table(
+    [*columns, *(f"{name}, ms" for name in variants)],
+    [
+      [row[name] for name in columns.values()] + [row["ms"].get(name) for name in variants]
+      for row in rows
+    ],
+    digits=3,
   )
-  return text + f" | rounds {row['rounds']:.0f}, copies {row['copies']:.1f}"
 
 
 def summarise(rows: Sequence[Row]) -> list[str]:

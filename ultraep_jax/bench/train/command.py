@@ -336,8 +336,8 @@ class Bench:
         row["kernels_us"] = timing.kernel_times(calls[variant], len(batches))
         row["kinds_us"] = timing.grouped(row["kernels_us"], KERNELS)
       self.results["rows"].append(row)
-      self.say(report.describe(row))
       self.save()
+    print(report.times_table(self.results["rows"][-len(configs) :]), flush=True)
 
   def say(self, line: str) -> None:
     """With the seconds since the start."""

@@ -1,21 +1,36 @@
-"""A measurement of training in a line."""
+"""Measurements of training as a table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ultraep_jax.tables import table
 
-def describe(row: Mapping[str, Any]) -> str:
-  """Of what ``Bench.measure`` adds to the results."""
-  line = f"{row['loads']:>5} {row['variant']:6} {row['ms']:9.2f} ms"
-  line += f" {row['tokens_per_second']:9.0f} tokens/s, MFU {row['mfu']:5.1%}"
-  if row["of_ideal"] is not None:
-    line += f", {row['of_ideal']:6.1%} of ideal"
-  if row["over_none"] is not None:
-    line += f", {row['over_none']:4.2f} x none"
-  line += f", imbalance {row['imbalance_before']:.3f} -> {row['imbalance_after']:.4f}"
-  line += f" (worst {row['worst_before']:.3f} -> {row['worst_after']:.4f})"
-  line += f", replicas {row['replicas']:.1f}, rounds {row['rounds']:.0f}"
-  line += f", {row['gigabytes']:.1f} GB"
-  if "kinds_us" in row:
-    line += " | us: " + ", ".join(f"{k} {v:.0f}" for k, v in row["kinds_us"].items())
-  return line
+
+def times_table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """The variants of one kind of loads, of what ``Bench.measure`` adds to the results."""
+  columns = {
+    "loads": "loads",
+    "variant": "variant",
+    "ms": "ms",
+    "tokens/s": "tokens_per_second",
+    "MFU": "mfu",
+    "of ideal": "of_ideal",
+    "x none": "over_none",
+    "before": "imbalance_before",
+    "after": "imbalance_after",
+    "worst": "worst_before",
+    "worst after": "worst_after",
+    "copies": "replicas",
+    "rounds": "rounds",
+    "GB": "gigabytes",
+  }
+  kinds = dict.fromkeys(kind for row in rows for kind in row.get("kinds_us", {}))
+  return table(
+    [*columns, *(f"{kind} us" for kind in kinds)],
+    [
+      [row[name] for name in columns.values()]
+      + [row.get("kinds_us", {}).get(kind) for kind in kinds]
+      for row in rows
+    ],
+    digits=3,
+  )

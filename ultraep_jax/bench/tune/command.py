@@ -31,6 +31,7 @@ from ultraep_jax.bench.tune import description
 from ultraep_jax.bench.tune import matmuls as tune_matmuls
 from ultraep_jax.bench.tune import transfers as tune_transfers
 from ultraep_jax.files import check_output
+from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import natural, nonnegative, positive
 from ultraep_jax.tools.errors import CommandError
 
@@ -194,19 +195,17 @@ def entry_of(
 
 
 def _report(subject: Subject, outcome: Outcome, choice: Choice | None) -> None:
-  """A line for each candidate; the chosen one has a star."""
+  """A row for each candidate; the chosen one has a star."""
   medians = {name: statistics.median(times) for name, times in outcome.seconds.items()}
   dense = statistics.median(outcome.others.get(DENSE, [float("nan")]))
+  rows = []
   for name, seconds in medians.items():
-    ratio = "" if subject.ratio is None else f" {subject.ratio(seconds, dense):.3f} of dense"
+    ratio = None if subject.ratio is None else subject.ratio(seconds, dense)
     star = " *" if choice is not None and choice.name == name else ""
-    gain = medians[DEFAULT] / seconds - 1
-    print(
-      f"{subject.contest.title:36} {name:24} {seconds * 1e6:8.1f} us{ratio} {gain:+7.1%}{star}",
-      flush=True,
-    )
-  for name, reason in outcome.failures.items():
-    print(f"{subject.contest.title:36} {name:24} {reason}", flush=True)
+    gain = f"{medians[DEFAULT] / seconds - 1:+.1%}{star}"
+    rows.append([subject.contest.title, name, 1e6 * seconds, ratio, gain])
+  rows += [[subject.contest.title, name, None, None, why] for name, why in outcome.failures.items()]
+  print(table(["", "layout", "us", "of dense", "gain"], rows, digits=3), flush=True)
 
 
 def _command() -> str:

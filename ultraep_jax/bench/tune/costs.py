@@ -37,6 +37,7 @@ from ultraep_jax.devices.facts import FACTS, Fact, Matmul
 from ultraep_jax.files import check_output
 from ultraep_jax.planning.cost import reading_seconds
 from ultraep_jax.sharded import sharded_moe
+from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import nonnegative, positive
 from ultraep_jax.transport.replicate import COPYING
 from ultraep_jax.types import Array, ExpertWeights
@@ -92,10 +93,10 @@ def run(args: argparse.Namespace) -> None:
   source = f"ultraep bench costs, {datetime.date.today()}, jax {jax.__version__}"
   facts = {name: Fact(value, FACTS[name][0], "measured", source) for name, value in values.items()}
   matmuls = [each._replace(source=f"{source}; {each.source}") for each in matmuls]
-  for name, fact in facts.items():
-    print(f"{name:24} {fact.value:.4g} {fact.unit} (was {device[name]:.4g})")
-  for each in matmuls:
-    print(f"{each.widths!s:24} {each.forward:.4g} forward, {each.backward:.4g} backward FLOP/s")
+  found = [[n, f"{f.value:.4g}", f"{device[n]:.4g}", f.unit] for n, f in facts.items()]
+  print(table(["constant", "here", "before", "unit"], found), flush=True)
+  rates = [[str(m.widths), f"{m.forward:.4g}", f"{m.backward:.4g}"] for m in matmuls]
+  print(table(["widths", "forward FLOP/s", "backward FLOP/s"], rates), flush=True)
   if path and data:
     description.save(path, description.with_facts(data, facts, matmuls))
 

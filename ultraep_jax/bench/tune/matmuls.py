@@ -86,7 +86,7 @@ def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTu
 
 
 def contest(problem: Problem, tunings: Mapping[str, MatmulTuning]) -> Contest:
-  """The kernel of a problem in several tunings, of which the first is right."""
+  """The kernel of a problem in several tunings. The first one's result is the reference."""
   kernel = problem.parts().kernel
   return problem.contest(
     {label: functools.partial(kernel, tuning=tuning) for label, tuning in tunings.items()}

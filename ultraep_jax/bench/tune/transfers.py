@@ -80,7 +80,7 @@ def _over_ranks(
   mesh: jax.sharding.Mesh,
   most_error: float,
 ) -> Contest:
-  """Of a program's tunings, of which the first is right."""
+  """Of a program's tunings. The first one's result is the reference."""
   return Contest(
     title,
     make,
