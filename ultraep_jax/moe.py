@@ -195,7 +195,9 @@ def measured_moe(
     copy_bytes=copy_bytes(x_TD.dtype, weights),
     domain_size=config.domain_of(num_ranks),
   )
-  return y_TD, measured
+  # Whoever adds the counts up has a collective for it.
+  count_GX = rounds.ordered(static, routing, measured.count_GX, y_TD)
+  return y_TD, measured._replace(count_GX=count_GX)
 
 
 def home_rows(quota_EG: Array) -> Array:

@@ -111,8 +111,8 @@ def _backward(
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
   # One of the weights is enough: a ring passes all of them in one loop.
-  ordered = weights._replace(wo=_after(static, routing, weights.wo, grad_TD, *first.hidden))
-  replicas = _replicas(static, x_TD.dtype, ordered, routing)
+  later = weights._replace(wo=ordered(static, routing, weights.wo, grad_TD, *first.hidden))
+  replicas = _replicas(static, x_TD.dtype, later, routing)
 
   def round_grads(
     index: Array | int,
@@ -121,7 +121,7 @@ def _backward(
     into: ExpertWeights | None = None,
   ) -> tuple[_Grads, ExpertWeights]:
     assert this.hidden is not None
-    grad_CD = this.crossing.dispatch(_after(static, routing, grad_TD, this.gate_C, this.rows_CD))
+    grad_CD = this.crossing.dispatch(ordered(static, routing, grad_TD, this.gate_C, this.rows_CD))
     grads = experts.expert_backward(
       grad_CD,
       this.gate_C,
@@ -139,8 +139,8 @@ def _backward(
     # Else XLA runs the collective of the gates beside matmuls, whose last blocks then wait for the
     # SMs that it holds while it waits for other ranks.
     gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
-    gate_grad_TK = this.crossing.collect(_after(static, routing, gate_C, x_grad_TD))
-    x_grad_TD = _after(static, routing, x_grad_TD, *jax.tree.leaves(home))
+    gate_grad_TK = this.crossing.collect(ordered(static, routing, gate_C, x_grad_TD))
+    x_grad_TD = ordered(static, routing, x_grad_TD, *jax.tree.leaves(home))
     return _Grads(x_grad_TD, gate_grad_TK, home), grads.copies
 
   total, copies = round_grads(0, first, replicas)
@@ -258,7 +258,7 @@ def _run_round(
   keep_hidden: bool,
 ) -> tuple[experts.ExpertOutput, _Round]:
   """Dispatches one round's tokens and runs their experts."""
-  x_TD = _after(static, routing, x_TD, start.gate_C)
+  x_TD = ordered(static, routing, x_TD, start.gate_C)
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
   if "mosaic_gpu" in (*static.replicating, *static.multiplying):
     rows_CD, routing = _once_there(rows_CD, routing)
@@ -286,7 +286,7 @@ def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
   return rows_CD, tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
 
 
-def _after(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
+def ordered(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
   """``mesh.after`` for portable exchanges; kernels need no order of their own."""
   if "mosaic_gpu" in (*static.replicating, *static.exchanging, *static.multiplying):
     return value
