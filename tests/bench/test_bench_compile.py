@@ -104,8 +104,14 @@ def test_every_program_is_one_that_the_kernels_can_be_lowered_for(name):
   assert "mosaic_gpu_v2" in text
 
 
-def test_says_what_to_install_without_the_compiler(monkeypatch):
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def missing(name):
+  """As Python answers where the package around a module is missing, too."""
+  raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("find_spec", [missing, lambda name: None])
+def test_says_what_to_install_without_the_compiler(find_spec, monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", find_spec)
   with pytest.raises(CommandError, match=r"needs XLA's CUDA compiler; pip install jax-cuda13"):
     command.main(["--gpus", "h200"])
 

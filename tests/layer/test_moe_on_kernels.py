@@ -11,7 +11,15 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import pytest
-from layer_problems import dense, layer, make_mesh, make_problem, relative_error, value_and_grads
+from layer_problems import (
+  BIASES,
+  dense,
+  layer,
+  make_mesh,
+  make_problem,
+  relative_error,
+  value_and_grads,
+)
 from model_layers import gradients, model_arguments
 from mosaic_interpret import interpreted
 from programs import EXCHANGE, LAYER, PLANNING, equations, kernel_names, kernels
@@ -21,7 +29,7 @@ import pallas_kernels
 import ultraep_jax as uep
 from pallas_kernels.transfer import combine
 from pallas_kernels.transfer.tuning import ExchangeTuning, TransferTuning
-from ultraep_jax import implementation
+from ultraep_jax import activations, implementation
 
 CONFIG = uep.BalanceConfig(
   replica_slots=1, objective="balance", implementation="mosaic_gpu", worst_case_bytes=0
@@ -51,28 +59,36 @@ def small_kernels(monkeypatch):
     monkeypatch.setattr(pallas_kernels, kernel, cannot("interpreted elsewhere"))
 
 
+APART, OUT = {"layout": "apart"}, {"layout": "fused", "biases": ("out",)}
+GPT_OSS, UNGATED = {"layout": "interleaved", "biases": BIASES}, {"layout": "ungated"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "ranks, data, changes",
+  "ranks, data, form, changes",
   [
-    (4, 1, {}),
-    (4, 1, {"transfer": "relay", "replica_slots": 2}),
-    (2, 2, {}),
-    (4, 1, {"capacity_factor": 1.0, "replica_slots": 0}),  # several rounds
-    (4, 1, {"domain_size": 2}),
-    (4, 1, {"dispatch_dtype": "float8_e4m3fn"}),
+    (4, 1, APART, {}),
+    (4, 1, UNGATED, {"transfer": "relay", "replica_slots": 2}),
+    (2, 2, APART, {}),
+    (4, 1, GPT_OSS, {"capacity_factor": 1.0, "replica_slots": 0}),  # several rounds
+    (4, 1, OUT, {"domain_size": 2}),
+    (4, 1, APART, {"dispatch_dtype": "float8_e4m3fn"}),
+    (4, 1, GPT_OSS, {"replica_slots": 2}),
   ],
-  ids=["one axis", "relay", "two axes", "rounds", "domains", "fp8"],
+  ids=["one axis", "relay", "two axes", "rounds", "domains", "fp8", "gpt-oss"],
 )
-def test_equals_dense(ranks, data, changes, small_kernels):
+def test_equals_dense(ranks, data, form, changes, small_kernels):
   mesh = make_mesh(ranks, data)
   problem = make_problem(
-    mesh, tokens=8 * mesh.size, experts=2 * ranks, width=176, load="skewed", masked=True
+    mesh, tokens=8 * mesh.size, experts=2 * ranks, width=176, load="skewed", masked=True, **form
   )
   config = dataclasses.replace(CONFIG, **changes)
+  activation = activations.clamped_swiglu(limit=0.7) if form is GPT_OSS else jax.nn.silu
+  apply = layer(problem, config, activation=activation)
   with interpreted():
-    y, stats, grads = jax.block_until_ready(value_and_grads(layer(problem, config), problem))
-  expected = dense(on_rounded_tokens(problem) if config.dispatch_dtype else problem)
+    y, stats, grads = jax.block_until_ready(value_and_grads(apply, problem))
+  tokens = on_rounded_tokens(problem) if config.dispatch_dtype else problem
+  expected = dense(tokens, activation=activation)
   assert relative_error((y, grads), expected) < 1e-5
   if config.replica_slots:
     assert int(jnp.sum(stats.replicas)) > 0

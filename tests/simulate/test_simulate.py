@@ -325,6 +325,6 @@ class TestTraffic:
 
 
 def test_bands():
-  assert band([2.0]) == (2.0, 2.0, 2.0) and str(band([2.0])) == "2"
+  assert band([2.0]) == (2.0, 2.0, 2.0) and str(band([2.0])) == "2.000"
   wide = band([1.0, 2.0, 3.0])
   assert wide.mean == 2 and 1 <= wide.low < 2 < wide.high <= 3

@@ -83,7 +83,11 @@ def environment() -> dict[str, str]:
   Raises:
     CommandError: XLA's CUDA compiler or ``ptxas`` is missing.
   """
-  if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+  try:
+    found = importlib.util.find_spec("jax_plugins.xla_cuda13")
+  except ModuleNotFoundError:  # no plugin at all
+    found = None
+  if found is None:
     raise CommandError(f"compile: needs XLA's CUDA compiler; pip install {_PACKAGES}")
   folders = [folder / "nvidia/cu13/bin" for folder in map(pathlib.Path, sys.path)]
   path = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
