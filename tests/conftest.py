@@ -38,6 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     kept_programs.trim(kept_programs.folder())
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Marks what is alike under every version of jax, so that ``.ci/run`` tests it under one.
+
+  NumPy, the browser, and the lowering of kernels: a layer's lowering, which has all of them, is
+  tested under all versions.
+  """
+  for item in items:
+    folder = item.path.parent.name
+    lowers = folder in ("kernels", "bench") and "_lower" in item.name
+    if folder in ("simulate", "viewer") or lowers:
+      item.add_marker(pytest.mark.any_jax)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
   gpu_tests.skip_without_gpu(item)
 
