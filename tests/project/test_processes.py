@@ -66,5 +66,5 @@ def test_bench_of_a_layer_in_two_processes(tmp_path, capfd, one_device_each):
   assert rows["quota"]["imbalance_before"] == pytest.approx(1.7, abs=0.03)
   assert rows["quota"]["imbalance_after"] == rows["quota"]["bound"] == 1
   out = capfd.readouterr().out
-  lines = [line for line in out.splitlines() if line.startswith(("jax", "qwen3"))]
+  lines = [line for line in out.splitlines() if line.lstrip().startswith(("jax", "qwen3"))]
   assert len(lines) == 3, out  # each once
