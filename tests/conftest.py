@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 
-import gpu_tests
 import kept_programs
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -16,8 +15,9 @@ if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
 # The emitters that jaxlib 0.11 has besides compile in half the time; later versions ignore this.
 if "xla_backend_extra_options" not in os.environ["XLA_FLAGS"]:
   os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-os.environ.update(kept_programs.settings())
+os.environ.update(kept_programs.settings())  # before JAX is imported
 
+import gpu_tests
 import hypothesis
 import jax
 import pytest
