@@ -84,13 +84,18 @@ def make_problem(
 
 
 def make_weights(
-  normal: Callable[..., jax.Array], experts: int, width: int, layout: str, biases: tuple[str, ...]
+  normal: Callable[..., Any],
+  experts: int,
+  width: int,
+  layout: str,
+  biases: tuple[str, ...],
+  inner: int = INNER,
 ) -> uep.ExpertWeights:
   """Random weights in a form, which of ``BIASES`` among them."""
-  cols = 2 * INNER if layout in ("fused", "interleaved") else INNER
+  cols = 2 * inner if layout in ("fused", "interleaved") else inner
   count = 2 if layout == "apart" else 1
   into = [normal(experts, width, cols, scale=width**-0.5) for _ in range(count)]
-  wo = normal(experts, INNER, width, scale=INNER**-0.5)
+  wo = normal(experts, inner, width, scale=inner**-0.5)
   into_bias = [normal(experts, cols) if "into" in biases else None for _ in range(count)]
   wo_bias = normal(experts, width) if "out" in biases else None
   if layout == "apart":

@@ -27,9 +27,13 @@ CASES = {
 
 
 @pytest.mark.filterwarnings('ignore:strategy="ideal" overrides the router:UserWarning')
-@pytest.mark.parametrize("available", [False, True], ids=["without NVSHMEM", "with NVSHMEM"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  ("case", "available"),
+  [*((case, False) for case in CASES), ("default", True), ("two groups", True)],
+  ids=lambda value: {False: "without NVSHMEM", True: "with NVSHMEM"}.get(value, value),
+)
 def test_lowers_for_one_gpu(case, available, monkeypatch):
+  """Without NVSHMEM, nothing that reaches another GPU can be lowered."""
   monkeypatch.setattr(mosaic_gpu, "is_single_process_multi_device_topology", lambda: False)
   monkeypatch.setattr(mosaic_gpu, "is_nvshmem_available", lambda: available)
   config = dataclasses.replace(CONFIG, **CASES[case])
@@ -37,12 +41,12 @@ def test_lowers_for_one_gpu(case, available, monkeypatch):
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config)
     arguments = model_arguments("glm4.5-106b", mesh)
-    for function, kernels in ((jax.jit(apply), FORWARD), (gradients(apply), LAYER)):
-      traced = function.trace(*arguments)
-      assert kernel_names(traced.jaxpr) == kernels  # none that plans
-      text = traced.lower(lowering_platforms=("cuda",)).as_text()
-      assert "custom_call @mosaic_gpu" in text
-      assert "nvshmem" not in text
+    assert kernel_names(jax.jit(apply).trace(*arguments).jaxpr) == FORWARD  # none that plans
+    traced = gradients(apply).trace(*arguments)
+    assert kernel_names(traced.jaxpr) == LAYER
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()  # forward's kernels among them
+  assert "custom_call @mosaic_gpu" in text
+  assert "nvshmem" not in text
 
 
 @pytest.mark.parametrize("ranks, data, domain_size", [(1, 1, None), (1, 2, None), (4, 1, 1)])
