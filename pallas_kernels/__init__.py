@@ -22,7 +22,14 @@ if TYPE_CHECKING:
   from pallas_kernels.routing.block import RoutingTuning
   from pallas_kernels.routing.rows import route_rows
   from pallas_kernels.routing.top_k import top_k
-  from pallas_kernels.support import NEEDS, check_mesh, device, why_unreachable, why_unsupported
+  from pallas_kernels.support import (
+    HOPPER,
+    NEEDS,
+    check_mesh,
+    device,
+    why_unreachable,
+    why_unsupported,
+  )
   from pallas_kernels.transfer.combine import check_sizes, combine
   from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
   "COMBINING",
+  "HOPPER",
   "NEEDS",
   "SCALED",
   "UNIT",
@@ -84,7 +92,7 @@ _MODULES = {
   "routing.block": ("RoutingTuning",),
   "routing.rows": ("route_rows",),
   "routing.top_k": ("top_k",),
-  "support": ("NEEDS", "check_mesh", "device", "why_unreachable", "why_unsupported"),
+  "support": ("HOPPER", "NEEDS", "check_mesh", "device", "why_unreachable", "why_unsupported"),
   "transfer.combine": ("check_sizes", "combine"),
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),
