@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
   from pallas_kernels.matmul.layout import UNIT, MatmulTuning, Tile, choose_tile, make_room
   from pallas_kernels.matmul.row_tiles import short_comes_last
-  from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
+  from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
   from pallas_kernels.routing.rows import route_rows
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
   "COMBINING",
   "HOPPER",
+  "IN_TURNS",
   "NEEDS",
   "SCALED",
   "UNIT",
@@ -87,7 +88,7 @@ _MODULES = {
   "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
   "matmul.layout": ("UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
   "matmul.row_tiles": ("short_comes_last",),
-  "matmul.wgrad": ("grouped_matmul_wgrad", "wgrad_beside"),
+  "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),
   "routing.rows": ("route_rows",),

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
+  IN_TURNS,
   UNIT,
   Gated,
   MatmulTuning,
@@ -149,7 +150,8 @@ class Problem:
   @property
   def default(self) -> MatmulTuning:
     """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
-    return make_room(self.operation.endswith("beside"))
+    wgrad = self.operation.startswith("wgrad")
+    return make_room(self.operation.endswith("beside"), IN_TURNS if wgrad else MatmulTuning())
 
   def tile(self, tuning: MatmulTuning) -> Tile:
     """What the kernel computes at a time in a tuning."""
