@@ -173,6 +173,21 @@ def test_all_programs_of_a_problem_compute_the_same(name):
   assert list(outcome.others) == ["dense"]
 
 
+@pytest.mark.parametrize(
+  ("name", "kept"), [("gated gpt-oss", 1), ("gated only gpt-oss", 0), ("gated split", 2)]
+)
+def test_a_gated_problem_lowers_for_gpus(name, kept):
+  problem = matmul_problems.Problem.of(name, "gpt-oss-120b", 512)
+  competing = problem.contest({"kernel": problem.parts().kernel})
+  shapes = jax.eval_shape(competing.make)
+  program = jax.jit(competing.programs["kernel"])
+  lowered = program.trace(*shapes).lower(lowering_platforms=("cuda",))
+  assert "custom_call @mosaic_gpu" in lowered.as_text()
+  inner, *hidden = jax.tree.leaves(lowered.out_info)
+  assert inner.shape == (512, 2880) and len(hidden) == kept
+  jax.eval_shape(competing.others["dense"], *shapes)
+
+
 def test_matmuls_are_timed_as_the_table_says(monkeypatch, capsys):
   def hold(contests, pace):
     for each in contests:
