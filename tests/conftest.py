@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 
-import gpu_tests
 import kept_programs
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -13,8 +12,12 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # XLA splits a program to compile its parts side by side, which costs more; each core has a worker.
 if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
   os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
-os.environ.update(kept_programs.settings())
+# The emitters that jaxlib 0.11 has besides compile in half the time; later versions ignore this.
+if "xla_backend_extra_options" not in os.environ["XLA_FLAGS"]:
+  os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+os.environ.update(kept_programs.settings())  # before JAX is imported
 
+import gpu_tests
 import hypothesis
 import jax
 import pytest
@@ -34,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
   else:  # for this process, and for those that tests start
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    # Most programs run once, in less time than they would take to optimize.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+    jax.config.update("jax_disable_most_optimizations", True)
   if not hasattr(config, "workerinput"):  # once a run
     kept_programs.trim(kept_programs.folder())
 
@@ -67,9 +73,14 @@ def forget_compiled_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def unoptimized() -> Iterator[None]:
-  """Compiles a module's programs faster; for modules that assert nothing about programs or bits."""
-  optimized = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
+def optimized() -> Iterator[None]:
+  """Optimizes a module's programs; for modules that assert something about them, or about bits."""
+  disabled = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", False)
   yield
-  jax.config.update("jax_disable_most_optimizations", optimized)
+  jax.config.update("jax_disable_most_optimizations", disabled)
+
+
+@pytest.fixture(scope="module")
+def unoptimized() -> None:
+  """What all modules are that do not ask for ``optimized``."""

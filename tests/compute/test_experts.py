@@ -9,6 +9,8 @@ import pytest
 from ultraep_jax.compute import experts, grouped
 from ultraep_jax.types import ExpertWeights
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 C, D, F, HOME, REPLICA = 40, 6, 10, 3, 2
 
 # Borders anywhere, empty groups, nothing at all, everything in one slot, a full buffer.

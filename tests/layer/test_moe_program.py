@@ -12,6 +12,8 @@ from programs import equations, unordered_exchanges, unordered_loops
 import ultraep_jax as uep
 from ultraep_jax.strategies import eplb, lplb
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
 SEVERAL_ROUNDS = uep.BalanceConfig(
   replica_slots=1, capacity_factor=1.0, worst_case_bytes=0, strategy=pile_up

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from layer_problems import (
   QUICK,
   layer,
@@ -18,6 +19,8 @@ from layer_problems import (
 
 import ultraep_jax as uep
 from ultraep_jax.transport.block_exchange import BlockCrossing
+
+pytestmark = pytest.mark.usefixtures("optimized")
 
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
 EXACT = dataclasses.replace(QUICK, strategy="exact")  # the plan depends on the loads

@@ -13,6 +13,9 @@ TINY = {"layers": 2, "width": 32, "seq": 32, "batch": 16, "steps": 200, "learnin
 QUOTA = Settings(strategy="quota", ranks=8, **TINY)
 DENSE = Settings(strategy="dense", ranks=1, **TINY)
 
+# Its steps take longer than their compilation.
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @pytest.fixture(autouse=True)
 def promotion():
