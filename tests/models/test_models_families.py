@@ -15,8 +15,7 @@ from ultraep_jax.trace import Recorder, read_choices
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
-# One mesh each: together they are all kinds, with strategies that copy experts and without. What a
-# mesh changes is in the layers, which are those of all families; tests of layers have the others.
+# One mesh each, whose program several tests share, so that together they are all kinds.
 CASES = {
   "mixtral": ("4", "quota"),
   "olmoe": ("8", "quota"),
@@ -31,6 +30,21 @@ CASES = {
   "kimi_k2": ("1", "quota"),
   "qwen3_next": ("2", "quota"),
   "gpt_oss": ("4", "quota"),
+}
+OTHERS = {
+  "mixtral": ("1", "none"),
+  "olmoe": ("2", "quota"),
+  "dots1": ("8", "quota"),
+  "ernie4_5_moe": ("1", "none"),
+  "minimax_m2": ("8", "quota"),
+  "qwen2_moe": ("4", "none"),
+  "qwen3_moe": ("8", "none"),
+  "glm4_moe": ("1", "none"),
+  "deepseek_v3": ("2", "quota"),
+  "deepseek_v3_fp8": ("1", "none"),
+  "kimi_k2": ("2x4", "quota"),
+  "qwen3_next": ("8", "quota"),
+  "gpt_oss": ("1", "none"),
 }
 SLOW = ("qwen2_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_fp8", "gpt_oss")
 
@@ -49,11 +63,20 @@ def test_logits(name):
     program_of(name).check_all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_logits_on_another_mesh(name):
+  mesh, strategy = OTHERS[name]
+  with jax.set_mesh(mesh_of(mesh)):
+    Program(name, BalanceConfig(strategy=strategy, objective="balance")).check_all()
+
+
 @pytest.mark.parametrize(
-  "name",  # each kind of mixer; stacks of one kind and of several
+  "name",
   [
-    "qwen3_next",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots1", "deepseek_v3", "gpt_oss")),
+    name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow)
+    for name in CASES
+    if name != "deepseek_v3_fp8"
   ],
 )
 def test_engine_serves_it(name):
