@@ -17,12 +17,19 @@ if TYPE_CHECKING:
   from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
   from pallas_kernels.matmul.layout import UNIT, MatmulTuning, Tile, choose_tile, make_room
   from pallas_kernels.matmul.row_tiles import short_comes_last
-  from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
+  from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
   from pallas_kernels.routing.rows import route_rows
   from pallas_kernels.routing.top_k import top_k
-  from pallas_kernels.support import NEEDS, check_mesh, device, why_unreachable, why_unsupported
+  from pallas_kernels.support import (
+    HOPPER,
+    NEEDS,
+    check_mesh,
+    device,
+    why_unreachable,
+    why_unsupported,
+  )
   from pallas_kernels.transfer.combine import check_sizes, combine
   from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = [
   "COMBINING",
+  "HOPPER",
+  "IN_TURNS",
   "NEEDS",
   "SCALED",
   "UNIT",
@@ -79,12 +88,12 @@ _MODULES = {
   "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
   "matmul.layout": ("UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
   "matmul.row_tiles": ("short_comes_last",),
-  "matmul.wgrad": ("grouped_matmul_wgrad", "wgrad_beside"),
+  "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),
   "routing.rows": ("route_rows",),
   "routing.top_k": ("top_k",),
-  "support": ("NEEDS", "check_mesh", "device", "why_unreachable", "why_unsupported"),
+  "support": ("HOPPER", "NEEDS", "check_mesh", "device", "why_unreachable", "why_unsupported"),
   "transfer.combine": ("check_sizes", "combine"),
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),

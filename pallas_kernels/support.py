@@ -16,11 +16,11 @@ _JAX_VERSIONS = ((0, 11, 2), (0, 13))
 _SMS, _SHARED_BYTES = 132, 227 * 1024
 _NCCL_ACROSS_PROCESSES = (2, 29)  # has ncclGetPeerDevicePointer, through which XLA finds peers
 _MOST_PEERS = 32  # that XLA's barrier in front of such a kernel holds (openxla/xla#47283)
-BLACKWELL = 10
-_GENERATIONS = {9: "Hopper", BLACKWELL: "Blackwell"}  # by the compute capability's major number
+HOPPER, BLACKWELL = 9, 10  # major numbers of the compute capability
+_GENERATIONS = {HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 # Of GPUs that are only described, to compile for, JAX says the name and no compute capability.
 _NAMES = {
-  9: ("H100", "H200", "H20", "H800", "GH200"),
+  HOPPER: ("H100", "H200", "H20", "H800", "GH200"),
   BLACKWELL: ("B100", "B200", "B300", "GB200", "GB300"),
 }
 
@@ -38,8 +38,8 @@ class Needs(NamedTuple):
 
 
 # Bulk copies, mbarriers and clusters. On Blackwell these kernels were compiled and never run.
-EITHER = (9, BLACKWELL)
-WGMMA = (9,)  # Blackwell multiplies by other instructions, and has but JAX's matmul of them
+EITHER = (HOPPER, BLACKWELL)
+WGMMA = (HOPPER,)  # Blackwell multiplies by other instructions, and has but JAX's matmul of them
 NEEDS: Mapping[str, Needs] = {
   "choose": Needs(EITHER),
   "plan": Needs(EITHER),

@@ -157,8 +157,7 @@ def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
   ``f_e`` is the share of all assignments that go to expert e and ``p_e`` the mean over tokens
   of its score, normalised per token. Gradients flow through ``p_e`` alone. Source: Switch
   Transformer, section 2.2, with the K of DeepSeekMoE, section 3.3. Tokens are those of the
-  whole (global) batch; those without any expert (all −1) count
-  nowhere.
+  whole (global) batch; those without any expert (all −1) do not count.
 
   Args:
     scores_TE: ``[..., E]`` float32, of ``Gating``.

@@ -3,7 +3,7 @@
 import io
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -39,6 +39,36 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], digits: int =
     shown
   )
   return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+def table_of_records(
+  columns: Mapping[str, str],
+  records: Sequence[Mapping[str, object]],
+  *,
+  parts: Mapping[str, Sequence[Mapping[str, object]]] | None = None,
+  digits: int = 3,
+) -> str:
+  """A row for each record.
+
+  Args:
+    columns: for each column, the field that it shows. Every record has it.
+    records: of one kind.
+    parts: for units, behind the name of a part in its column, the parts of each record; a column
+      for each part that some record has.
+    digits: as in ``table``.
+
+  >>> print(table_of_records({"what": "name"}, [{"name": "one"}], parts={" us": [{"copy": 2.0}]}))
+   what   copy us
+  ────────────────
+   one      2.000
+  """
+  header, rows = [*columns], [[record[field] for field in columns.values()] for record in records]
+  for unit, values in (parts or {}).items():
+    names = dict.fromkeys(name for each in values for name in each)
+    header += [f"{name}{unit}" for name in names]
+    for row, each in zip(rows, values, strict=True):
+      row += [each.get(name) for name in names]
+  return table(header, rows, digits)
 
 
 def _cell(value: object, digits: int) -> str:

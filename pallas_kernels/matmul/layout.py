@@ -222,14 +222,14 @@ def _shared_cycles(tile: Tile, operands: int) -> float:
   return 2 * (read + written) * DEPTH / 128 / (products * tile.cols * 2)
 
 
-def make_room(beside: bool) -> MatmulTuning:
-  """The tuning of a kernel that has none, and may share the GPU with a transfer.
+def make_room(beside: bool, tuning: MatmulTuning = MatmulTuning()) -> MatmulTuning:
+  """The tuning of a kernel that may share the GPU with a transfer, from that of one alone.
 
   The transfer holds some SMs for a while. With several waves of blocks the device gives those SMs
   fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
   equal ones they would miss less than one.
   """
-  return MatmulTuning(waves=_WAVES_BESIDE) if beside else MatmulTuning()
+  return dataclasses.replace(tuning, waves=_WAVES_BESIDE) if beside else tuning
 
 
 def share(num_tiles: Array, block: Array, clusters: int, waves: int) -> tuple[Array, Array]:

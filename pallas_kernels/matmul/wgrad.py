@@ -32,6 +32,8 @@ from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
 
 _ALIGNED = 8  # rows: TMA fills tiles of so many
+# A float32 tile takes a while to store: one warpgroup does while the other multiplies.
+IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
 _PIECE = (64, 32)  # rows and columns stored at a time: 128 bytes wide, the widest swizzle
 
 
@@ -91,7 +93,7 @@ def wgrad_beside(
   layout.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
   layout.expect_multiple("K", depth, UNIT)
   layout.expect_multiple("N", cols, UNIT)
-  tuning = tuning or layout.make_room(transfer is not None)
+  tuning = tuning or layout.make_room(transfer is not None, IN_TURNS)
   if tuning.schedule == "deferred":
     raise ValueError(f"tuning: expected 'together' or 'in_turns', got {tuning.schedule!r}")
   tile = layout.choose_tile(depth, cols, 1, tuning)

@@ -67,6 +67,17 @@ def test_every_fact_and_rate_is_scaled_as_its_unit_says(name):
       assert mine.backward == pytest.approx(peak * theirs.backward)
 
 
+def test_tunings_of_an_operation_are_of_one_device():
+  said = json.loads((FOLDER / "h100.json").read_text())["tunings"]
+  own = {entry["operation"] for entry in said}
+  found = Device.load("h100").tunings.entries
+  others = [entry for entry in H200.tunings.entries if entry.operation not in own]
+  assert "wgrad" in own and any(entry.operation == "sum" for entry in others)
+  assert [entry for entry in found if entry.operation not in own] == others
+  assert len(found) == len(said) + len(others)
+  assert Device.load("h20").tunings == H200.tunings
+
+
 def test_the_portable_layer_shares_what_it_does_not_say():
   assert H200.portable["memory_rate"] == H200["memory_rate"]
   assert H200.portable["matmul_tile"] == 1024 and H200["matmul_tile"] == 128

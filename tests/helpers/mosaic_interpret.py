@@ -171,6 +171,7 @@ def _on_device(key: Any, device_id: Any) -> jax.Array:
 def _patch_sums() -> None:
   """``copy_smem_to_gmem`` with ``reduction_op="add"``."""
   copy, task = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
+  one_at_a_time = threading.Lock()
 
   class Add(task):
     def __call__(self, tma_thread_id: int) -> None:
@@ -184,14 +185,15 @@ def _patch_sums() -> None:
 
       value = read(self.src_allocation_key, self.src_access)
       self.post_read(tma_thread_id, shared)
-      total = read(self.dst_allocation_key, self.dst_access) + value
-      shared.store_buffer_content(
-        self.dst_allocation_key,
-        self.dst_access,
-        total,
-        self.thread,
-        logging_info=self.logging_info,
-      )
+      with one_at_a_time:  # as the device's memory adds
+        total = read(self.dst_allocation_key, self.dst_access) + value
+        shared.store_buffer_content(
+          self.dst_allocation_key,
+          self.dst_access,
+          total,
+          self.thread,
+          logging_info=self.logging_info,
+        )
       self.post_write(tma_thread_id, shared)
 
   def make(**arguments: Any) -> Any:

@@ -24,7 +24,7 @@ ultraep_jax/__main__
 ultraep_jax/cli
 ultraep_jax/commands
 ultraep_jax/__init__
-ultraep_jax/bench/stress ultraep_jax/bench/tune
+ultraep_jax/bench/compile ultraep_jax/bench/stress ultraep_jax/bench/tune
 ultraep_jax/bench/kernels ultraep_jax/bench/matrix ultraep_jax/bench/prefill ultraep_jax/bench/train
 ultraep_jax/bench/layer
 ultraep_jax/bench/contest

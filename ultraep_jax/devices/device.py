@@ -220,11 +220,14 @@ def _scaled_matmuls(
 
 
 def _tunings(where: str, data: Any, base: Device | None) -> Tunings:
+  """Its own, and for the operations that have none, those of the device that it is like."""
   try:
     own = tunings.parse(data.get("tunings", []))
   except ValueError as error:
     raise ValueError(f"{where}, tunings: {error}") from error
-  return own if base is None or "tunings" in data else base.tunings
+  others = () if base is None else base.tunings.entries
+  tuned = {entry.operation for entry in own.entries}
+  return Tunings(own.entries + tuple(e for e in others if e.operation not in tuned))
 
 
 @functools.cache

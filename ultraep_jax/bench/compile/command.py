@@ -16,10 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pallas_kernels as kernels
 from ultraep_jax.bench.compile import programs, report, targets
 from ultraep_jax.tables import table
 
-HOPPER = 9  # for whose instructions all matmuls are written
 # Bytes of a thread of a layer's matmul, as tuned and beside a transfer: what they spill today
 # (docs/lab/kernels.md, Registers and spills).
 MOST_SPILLED = 112
@@ -128,7 +128,7 @@ def find_faults(gpu: str, result: Result) -> list[str]:
   """What must not be."""
   if result.aborted:
     return [f"{result.program} aborts the compiler: {result.refused}"]
-  hopper = targets.CHIPS[gpu].capability[0] == HOPPER
+  hopper = targets.CHIPS[gpu].capability[0] == kernels.HOPPER  # all matmuls are written for it
   if result.refused and (hopper or not result.program.startswith("matmul")):
     return [f"{result.program} is refused: {result.refused}"]
   most = 0 if result.program.startswith("matmul") else MOST_SPILLED

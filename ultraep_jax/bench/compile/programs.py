@@ -11,17 +11,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as kernels
+from ultraep_jax.activations import swiglu
+from ultraep_jax.bench.layer.problem import AXIS, SHAPES
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import search
+from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.types import Array, ExpertWeights
 
-AXIS = "expert"
-# Qwen3-30B-A3B's experts, 8 replica slots.
-TOKENS, TOP_K, EXPERTS, WIDTH, INNER, SLOTS = 8192, 8, 128, 2048, 768, 8
-RANKS = 2
+WIDTH, INNER, TOP_K, EXPERTS = SHAPES["qwen3-30b"]
+TOKENS, SLOTS, RANKS = 8192, 8, 2
 HOME = EXPERTS // RANKS
-CAPACITY = TOKENS * TOP_K * 5 // 4
+CAPACITY = row_capacity(TOKENS, TOP_K, RANKS, BalanceConfig())
 
 Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
 _Shape = tuple[Sequence[int], Any]
@@ -117,12 +118,8 @@ def _combine(rows: Array, gate: Array, dest: Array, row: Array) -> Array:
 
 def _gated(rows: Array, up: Array, replica_up: Array, sizes: Array) -> list[Array]:
   home, replica = (kernels.Projections((each, each)) for each in (up, replica_up))
-  gated = kernels.gated_matmul(rows, home, replica, sizes, _silu_product, keep_hidden=True)
+  gated = kernels.gated_matmul(rows, home, replica, sizes, swiglu, keep_hidden=True)
   return [gated.inner_CN, *gated.hidden]
-
-
-def _silu_product(gate: Array, up: Array) -> Array:
-  return jax.nn.silu(gate) * up
 
 
 def _rows_grad(grad: Array, up: Array, replica_up: Array, sizes: Array) -> Array:
@@ -169,7 +166,7 @@ _SIZES = ((HOME + SLOTS,), jnp.int32)
 _GRADS = ((HOME, WIDTH, INNER), jnp.float32)
 _REPLICA_GRADS = ((SLOTS, WIDTH, INNER), jnp.float32)
 _BYTES = ((TOKENS, WIDTH), jnp.float8_e4m3fn)
-_SCALES = ((TOKENS, WIDTH // 128), jnp.float32)
+_SCALES = ((TOKENS, kernels.num_scales(WIDTH)), jnp.float32)
 
 _PROGRAMS: Mapping[str, _OnMesh] = {
   "choose": _on_ranks(

@@ -150,6 +150,9 @@ def _check_case(
     errors["inner"] = _distance(inner, jax.nn.silu(gate) * gate)
   got = jnp.concatenate(_wgrad(rows, grad, group_size, num_home))
   errors["wgrad"] = _distance(got, expected_grad)
+  into = jnp.asarray(rng.normal(size=(num_home, depth, cols)), jnp.float32)
+  added = _wgrad(rows, grad, group_size, num_home, into_MKN=into)[0] - into
+  errors["added wgrad"] = _distance(added, expected_grad[:num_home])
   return {name: float(error) for name, error in errors.items()}
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
+  IN_TURNS,
   UNIT,
   Gated,
   MatmulTuning,
@@ -26,7 +27,7 @@ from pallas_kernels import (
   grouped_matmul_wgrad,
   make_room,
 )
-from ultraep_jax.activations import swiglu
+from ultraep_jax.activations import clamped_swiglu, swiglu
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.compute import grouped
@@ -48,6 +49,8 @@ PROBLEMS = {
   "gated only split": "gated only beside",
   "gated": "gated",
   "gated only": "gated only",
+  "gated gpt-oss": "gated",  # interleaved, with biases and a clamped unit
+  "gated only gpt-oss": "gated only",
   "forward up": "forward",
   "dgrad up": "dgrad",
   "wgrad down": "wgrad",
@@ -149,7 +152,8 @@ class Problem:
   @property
   def default(self) -> MatmulTuning:
     """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
-    return make_room(self.operation.endswith("beside"))
+    wgrad = self.operation.startswith("wgrad")
+    return make_room(self.operation.endswith("beside"), IN_TURNS if wgrad else MatmulTuning())
 
   def tile(self, tuning: MatmulTuning) -> Tile:
     """What the kernel computes at a time in a tuning."""
@@ -159,6 +163,8 @@ class Problem:
     return choose_tile(256, cols, 2 if self.operation.startswith("gated") else 1, tuning)
 
   def parts(self) -> Parts:
+    if self.name.endswith("gpt-oss"):
+      return _gated_as_gpt_oss(self)
     make = {"wgrad": _wgrad, "gated": _gated, "sum": _sum}
     return make.get(self.operation.split()[0], _product)(self)
 
@@ -277,6 +283,38 @@ def _gated(problem: Problem) -> Parts:
     dense=lambda rows, weight: rows @ weight,
     dense_operands=lambda rows, gate, up, *_: (rows, jnp.concatenate([gate[0], up[0]], axis=1)),
     peers={"no transfer": still, "whole": whole} if split else {"unfused": unfused},
+  )
+
+
+def _gated_as_gpt_oss(problem: Problem) -> Parts:
+  def kernel(
+    rows: Array,
+    home: Array,
+    more: Array,
+    bias: Array,
+    more_bias: Array,
+    sizes: Array,
+    **tuning: Any,
+  ) -> Gated:
+    return gated_matmul(
+      rows,
+      Projections((home,), (bias,)),
+      Projections((more,), (more_bias,)),
+      sizes,
+      clamped_swiglu(),
+      columns="interleaved",
+      keep_hidden="only" not in problem.name,
+      **tuning,
+    )
+
+  both = 2 * problem.inner
+  rows, weights = (problem.rows, problem.wide), _pair(problem, problem.wide, both)
+  return Parts(
+    shapes=(rows, *weights, *_pair(problem, both)),
+    kernel=kernel,
+    dense=lambda rows, weight: rows @ weight,
+    dense_operands=lambda rows, home, *_: (rows, home[0]),
+    peers={},
   )
 
 

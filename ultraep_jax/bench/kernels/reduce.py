@@ -21,16 +21,15 @@ from ultraep_jax.bench.kernels.portable import AXIS, timed
 from ultraep_jax.bench.kernels.transfers import (
   Placement,
   add_arguments,
-  busiest,
   device_times,
   open_mesh,
   planner,
   random_placement,
   stacked,
   time_cases,
+  times_table,
   tunings_of,
 )
-from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.transport import replicate as portable
 from ultraep_jax.types import Array
@@ -173,16 +172,13 @@ def report(
     return operation([replica], [home], plan_2GS[0], plan_2GS[1])[0]
 
   megabytes = 4 * row / 1e6
-  rows = []
+  measured = []
   for name, placement in cases.items():
     rest = (ones(placement[0].shape[1]), stacked(placement, mesh))
     seconds = timed((once, (ones(HOME), *rest)), mesh, calls, repeats, donate=True)
     device = device_times("reduce_replicas", once, (ones(HOME), *rest), mesh, donate=True)
-    copies = busiest(placement)
-    rate = copies * megabytes / 1e3 / seconds
-    rows.append([label, name, megabytes, copies, seconds * 1e6, rate, str(device)])
-  header = ["layout", "plan", "MB", "copies", "us", "GB/s", "on the device"]
-  print(table(header, rows, digits=1), flush=True)
+    measured.append((name, placement, seconds, device))
+  print(times_table(label, megabytes, measured), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,15 @@ from ultraep_jax.bench.kernels.portable import AXIS, timed
 from ultraep_jax.bench.kernels.transfers import (
   Placement,
   add_arguments,
-  busiest,
   device_times,
   open_mesh,
   planner,
   random_placement,
   stacked,
   time_cases,
+  times_table,
   tunings_of,
 )
-from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.transport import replicate as portable
 from ultraep_jax.types import Array
@@ -134,16 +133,13 @@ def report(
     bits = lax.bitcast_convert_type(copies[0].reshape(-1)[0], jnp.uint16)
     return plan_2GS + (bits.astype(jnp.int32) >> 20)  # a zero that the compiler cannot see
 
-  rows = []
+  measured = []
   for name, placement in cases.items():
     plan_2GS = stacked(placement, mesh)
     seconds = timed((once, (plan_2GS, *arrays)), mesh, calls, repeats)
     device = device_times("replicate", once, (plan_2GS, *arrays), mesh)
-    copies = busiest(placement)
-    rate = copies * megabytes / 1e3 / seconds
-    rows.append([label, name, megabytes, copies, seconds * 1e6, rate, str(device)])
-  header = ["layout", "plan", "MB", "copies", "us", "GB/s", "on the device"]
-  print(table(header, rows, digits=1), flush=True)
+    measured.append((name, placement, seconds, device))
+  print(times_table(label, megabytes, measured), flush=True)
 
 
 if __name__ == "__main__":

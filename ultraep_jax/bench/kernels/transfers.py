@@ -21,6 +21,7 @@ from ultraep_jax.devices import known
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.relay import egress_per_rank
+from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import amount, factor, natural, positive
 from ultraep_jax.types import Array, ExpertWeights
@@ -161,6 +162,25 @@ def device_times(
   kernel = [[e.duration_ns for e in d if e.name.startswith(kernel_name)] for d in devices]
   span = [timing.spans(events, _PROFILED) for events in devices]
   return f"device: kernel {_micro(kernel)}, call {_micro(span)} us"
+
+
+def times_table(
+  label: str, megabytes: float, measured: Sequence[tuple[str, Placement, float, str]]
+) -> str:
+  """How long an operation took.
+
+  Args:
+    label: of its layout.
+    megabytes: of one copy.
+    measured: for each plan its name, the placement, seconds of a call, and ``device_times``.
+  """
+  rows = []
+  for name, placement, seconds, device in measured:
+    copies = busiest(placement)
+    rate = copies * megabytes / 1e3 / seconds
+    rows.append([label, name, megabytes, copies, seconds * 1e6, rate, device])
+  header = ["layout", "plan", "MB", "copies", "us", "GB/s", "on the device"]
+  return table(header, rows, digits=1)
 
 
 def _micro(nanoseconds: list[list[float]]) -> str:

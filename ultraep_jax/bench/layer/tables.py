@@ -17,7 +17,7 @@ from ultraep_jax.bench.layer.variants import SLACK, bound, layer, one_call, plan
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan
 from ultraep_jax.planning.route import row_capacity
-from ultraep_jax.tables import table
+from ultraep_jax.tables import table_of_records
 
 Row = dict[str, Any]
 
@@ -49,9 +49,9 @@ def bounds(args: argparse.Namespace, ranks: int, top_k: int) -> list[Row]:
           "replicas": max(int((p.replica_expert >= 0).sum()) for p in plans),
         }
       )
-  names = ("ratio", "experts", "ranks", "slots", "bound", "reached", "replicas")
-  header = ["flat loads, ratio", "experts", "ranks", "slots", "bound", "reached", "copies"]
-  print(table(header, [[row[name] for name in names] for row in rows], digits=4), flush=True)
+  columns = {"flat loads, ratio": "ratio", "experts": "experts", "ranks": "ranks", "slots": "slots"}
+  columns |= {"bound": "bound", "reached": "reached", "copies": "replicas"}
+  print(table_of_records(columns, rows, digits=4), flush=True)
   return rows
 
 
@@ -128,4 +128,4 @@ def _memory_table(rows: Sequence[Row]) -> str:
     "results": "results_gb",
     "temporary": "temp_gb",
   }
-  return table([*columns], [[row[name] for name in columns.values()] for row in rows], digits=3)
+  return table_of_records(columns, rows)

@@ -17,7 +17,7 @@ from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
 from ultraep_jax.bench.layer.variants import BALANCED, bound, capacity, layer, one_call
 from ultraep_jax.strategies import eplb
-from ultraep_jax.tables import table
+from ultraep_jax.tables import table_of_records
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.types import Array, ExpertWeights
 
@@ -191,13 +191,6 @@ def times_table(rows: Sequence[Mapping[str, Any]]) -> str:
     "copies": "replicas",
     "rounds": "rounds",
   }
-  kinds = dict.fromkeys(kind for row in rows for kind in row.get("kinds_us", {}))
-  return table(
-    [*columns, *(f"{kind} us" for kind in kinds)],
-    [
-      [row.get(name) for name in columns.values()]
-      + [row.get("kinds_us", {}).get(kind) for kind in kinds]
-      for row in rows
-    ],
-    digits=3,
-  )
+  kinds = [row.get("kinds_us", {}) for row in rows]
+  known = [{**dict.fromkeys(columns.values()), **row} for row in rows]  # peers plan nothing
+  return table_of_records(columns, known, parts={" us": kinds})

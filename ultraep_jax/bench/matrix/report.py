@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ultraep_jax.figures import figure
-from ultraep_jax.tables import table
+from ultraep_jax.tables import table_of_records
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -30,15 +30,7 @@ def cells_table(rows: Sequence[Row]) -> str:
     "rounds": "rounds",
     "copies": "copies",
   }
-  variants = dict.fromkeys(name for row in rows for name in row["ms"])
-  return table(
-    [*columns, *(f"{name}, ms" for name in variants)],
-    [
-      [row[name] for name in columns.values()] + [row["ms"].get(name) for name in variants]
-      for row in rows
-    ],
-    digits=3,
-  )
+  return table_of_records(columns, rows, parts={", ms": [row["ms"] for row in rows]})
 
 
 def summarise(rows: Sequence[Row]) -> list[str]:

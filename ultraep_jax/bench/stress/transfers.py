@@ -49,7 +49,7 @@ def _bits(salt: Array, sizes: Sequence[int], dtype: Any = jnp.uint32) -> Array:
 
 
 def _integers(salt: Array, sizes: Sequence[int], count: int) -> Array:
-  """``count`` random int32 around 0; an odd number of them."""
+  """Random int32, each one of the ``count`` around 0; ``count`` is odd."""
   return (_bits(salt, sizes) % jnp.uint32(count)).astype(jnp.int32) - count // 2
 
 

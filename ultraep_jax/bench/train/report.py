@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ultraep_jax.tables import table
+from ultraep_jax.tables import table_of_records
 
 
 def times_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -24,13 +24,5 @@ def times_table(rows: Sequence[Mapping[str, Any]]) -> str:
     "rounds": "rounds",
     "GB": "gigabytes",
   }
-  kinds = dict.fromkeys(kind for row in rows for kind in row.get("kinds_us", {}))
-  return table(
-    [*columns, *(f"{kind} us" for kind in kinds)],
-    [
-      [row[name] for name in columns.values()]
-      + [row.get("kinds_us", {}).get(kind) for kind in kinds]
-      for row in rows
-    ],
-    digits=3,
-  )
+  kinds = [row.get("kinds_us", {}) for row in rows]
+  return table_of_records(columns, rows, parts={" us": kinds})
