@@ -103,6 +103,7 @@ def test_equals_dense(ranks, data, form, changes, small_kernels):
     ("gpt-oss-120b", 1, GPT_OSS, "float8_e4m3fn"),
     ("one token", 2, {"layout": "ungated", "biases": BIASES}, None),
   ],
+  ids=lambda value: value["layout"] if isinstance(value, dict) else None,
 )
 def test_lowers_for_gpus(name, data, form, dispatch_dtype):
   """Forward and backward of a layer on four GPUs hold kernels only; no weights are copied."""

@@ -33,7 +33,7 @@ CASES = {
   ids=lambda value: {False: "without NVSHMEM", True: "with NVSHMEM"}.get(value, value),
 )
 def test_lowers_for_one_gpu(case, available, monkeypatch):
-  """Without NVSHMEM, nothing that reaches another GPU can be lowered."""
+  """Nothing in it reaches another GPU, whether NVSHMEM is there or not."""
   monkeypatch.setattr(mosaic_gpu, "is_single_process_multi_device_topology", lambda: False)
   monkeypatch.setattr(mosaic_gpu, "is_nvshmem_available", lambda: available)
   config = dataclasses.replace(CONFIG, **CASES[case])
