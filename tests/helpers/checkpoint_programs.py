@@ -30,7 +30,7 @@ def mesh_of(text: str) -> jax.sharding.Mesh:
 
 
 class Program:
-  """One checkpoint on one mesh, compiled once for all layouts."""
+  """One checkpoint on the mesh in context, compiled once for all layouts."""
 
   def __init__(self, name: str, balance: BalanceConfig):
     self.prompts, self.expected = read_prompts(name)
@@ -42,12 +42,17 @@ class Program:
     self.copies = balance.strategy != "none" and ranks > 1
 
   def check_all(self) -> None:
-    """Right logits of each layout, whatever padding holds; copies where there are other ranks."""
+    """Right logits of each layout, whatever padding holds; copies where there are other ranks.
+
+    And the same caches and states, which no other program computed.
+    """
     config, copies = self.model.config, self.copies
     choices = sum(config.is_moe) * config.gating.num_experts_per_tok * sum(map(len, self.prompts))
+    alone = self(ALONE)
     for places in (ALONE, PACKED, TIGHT):
       result = self(places)
       self.check(result, places)
+      self.check_same(result, places, alone)
       assert result.stats.expert_load_E.sum() == choices
       assert (result.stats.replicas.sum() > 0) == copies
     clean, wild = self(TIGHT), self(TIGHT, padding_token=90)
@@ -59,6 +64,19 @@ class Program:
 
   def logits(self, result: Any, places: dict[int, tuple[int, int]]) -> list[np.ndarray]:
     return [result.logits_BRV[request_of(places, prompt)] for prompt in sorted(places)]
+
+  def check_same(self, result: Any, places: dict[int, tuple[int, int]], alone: Any) -> None:
+    """Caches and states are those of ``ALONE``."""
+    for prompt, (row, start) in places.items():
+      length = len(self.prompts[prompt])
+      for name, cache in result.cache.items():
+        own, expected = cache[:, row, start : start + length], alone.cache[name][:, prompt, :length]
+        np.testing.assert_allclose(own, expected, atol=2e-4, err_msg=f"{name} of {prompt}")
+        assert own.any(axis=-1).all()
+      for name, state in (result.state or {}).items():
+        own = state[:, *request_of(places, prompt)]
+        np.testing.assert_allclose(own, alone.state[name][:, prompt, 0], atol=2e-4, err_msg=name)
+        assert own.any(axis=tuple(range(1, own.ndim))).all()
 
   def check(self, result: Any, places: dict[int, tuple[int, int]]) -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result))

@@ -19,6 +19,8 @@ from ultraep_jax.simulate.validation import points
 from ultraep_jax.strategies import eplb, lplb
 from ultraep_jax.testing import expert_indices, zipf_loads
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 SMALL = dataclasses.replace(MODELS["Qwen3-235B"], num_experts=8, top_k=2)
 RATES = Device.load("nvl64")
 
@@ -42,8 +44,9 @@ class TestAgreesWithTheLayer:
     outcome = simulate(loads, setting(), (name,), target=1.01, period=1)[name]
     config = uep.BalanceConfig(replica_slots=2, objective="balance", target=1.01)
     module = {"eplb in slots": eplb, "lplb": lplb}.get(name)
-    state = eplb.init(8, 4, config)
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("expert",), axis_types=(AxisType.Auto,))
+    # As it comes back from a step, so that there is one program.
+    state = jax.device_put(eplb.init(8, 4, config), jax.NamedSharding(mesh, jax.P()))
     weights = uep.ExpertWeights(jnp.ones((8, 2, 4)), jnp.ones((8, 2, 4)), jnp.ones((8, 4, 2)))
 
     @jax.jit
