@@ -79,8 +79,3 @@ def optimized() -> Iterator[None]:
   jax.config.update("jax_disable_most_optimizations", False)
   yield
   jax.config.update("jax_disable_most_optimizations", disabled)
-
-
-@pytest.fixture(scope="module")
-def unoptimized() -> None:
-  """What all modules are that do not ask for ``optimized``."""

@@ -23,8 +23,6 @@ from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.strategies import eplb
 from ultraep_jax.types import ExpertWeights
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 FLAGS = "--shapes qwen3-235b --scale 128 --ranks 2 --experts 8 --top-k 2 --tokens 64 --steps 2"
 
 

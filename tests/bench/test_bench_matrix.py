@@ -12,8 +12,6 @@ from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, choose
 from ultraep_jax.bench.matrix.floor import Rates, floor
 from ultraep_jax.bench.matrix.loads import choices, highest_ratio, imbalance, load_matrix
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 
 def test_every_two_of_shape_tokens_and_pass_meet():
   groups = choose(list(SHAPES), TOKENS, RATIOS, LOADS, PASSES, pairwise=True)

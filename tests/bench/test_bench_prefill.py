@@ -19,8 +19,6 @@ from ultraep_jax.bench.prefill import text as prefill_text
 from ultraep_jax.bench.prefill.arrivals import Point, find_limit, growth, offer, poisson_arrivals
 from ultraep_jax.serve import Prefilled, QueueFull
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 RUN = (
   "--model tiny --dtype float32 --alignment 16 --max-requests 8 --lengths 8 64 "
   "--saturate 2 --tries 1 --bound 5000"

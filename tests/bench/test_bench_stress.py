@@ -19,8 +19,6 @@ from ultraep_jax.bench.stress.operations import KERNELS, PORTABLE
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Plan
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 
 def problem(ranks=4, scale=32, streams=False):
   axis_types = (jax.sharding.AxisType.Auto,)

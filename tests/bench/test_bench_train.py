@@ -13,8 +13,6 @@ from ultraep_jax.bench.train import step as train_step
 from ultraep_jax.bench.train import text
 from ultraep_jax.bench.train.transformer import AXIS, Sizes
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 SMALL = Sizes(width=64, inner=24, layers=1, experts=16, top_k=2, head_dim=16, seq=32)
 FLAGS = "--ranks 4 --scale 64 --layers 1 --experts 16 --top-k 2 --seq 64 --learning-rate 3e-3"
 

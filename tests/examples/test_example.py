@@ -28,7 +28,7 @@ EXPERT_SHAPES = {"wi_gate": (4, 16, 32), "wi_up": (4, 16, 32), "wo": (4, 32, 16)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def surroundings(unoptimized):
+def surroundings():
   """Compiles each setting once and quickly. Adam of optax takes the power of a float to an int."""
 
   def training_of(settings: Settings) -> Training:

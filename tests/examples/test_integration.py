@@ -24,7 +24,7 @@ def one_side(diff: str, sign: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def scopes(unoptimized):
+def scopes():
   """The names that the page's code defines, before the changes and after."""
   before: dict[str, Any] = {"__name__": "before"}
   after: dict[str, Any] = {"__name__": "after"}

@@ -10,8 +10,6 @@ from layer_problems import QUICK, make_mesh, make_problem
 
 import ultraep_jax as uep
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 
 def run(problem, **options):
   arguments = problem.x, problem.expert_index, problem.gate, problem.weights

@@ -35,8 +35,6 @@ from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.checks import check_activation, check_weights
 from ultraep_jax.types import Layout
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 # What clamps in small layers, whose projections are about 1.
 CLAMPED = activations.clamped_swiglu(limit=0.7)
 FACTORS = {

@@ -14,8 +14,6 @@ from ultraep_jax import linen, nnx
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 D, F, E, K = 8, 12, 8, 2
 OPTIONS = {
   "embed_dim": D,

@@ -12,8 +12,6 @@ from ultraep_jax.gating import GatingConfig, gate
 from ultraep_jax.linen import MoE as LinenMoE
 from ultraep_jax.nnx import MoE
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 D, F, L, E, K = 8, 12, 4, 8, 2
 GATING = GatingConfig(num_experts=E, num_experts_per_tok=K)
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance")

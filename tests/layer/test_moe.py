@@ -26,8 +26,6 @@ import ultraep_jax as uep
 from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.moe import home_rows
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
 
 # What a program depends on. Each runs with all loads, with and without masked choices.

@@ -16,8 +16,6 @@ from layer_problems import (
   value_and_grads,
 )
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 
 @pytest.mark.parametrize("capacity_factor", [1.0, 4.0])
 def test_bfloat16_is_as_close_as_its_rounding(capacity_factor):

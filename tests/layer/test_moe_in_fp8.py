@@ -16,8 +16,6 @@ import ultraep_jax as uep
 from ultraep_jax.transport import block_exchange
 from ultraep_jax.types import Routes
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 CONFIG = uep.BalanceConfig(
   replica_slots=1,
   objective="balance",

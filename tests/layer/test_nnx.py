@@ -20,8 +20,6 @@ from ultraep_jax.gating import (
 )
 from ultraep_jax.nnx import MoE, SelectionBias
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 D, F, E, K, N_SHARED = 8, 12, 8, 2, 2
 GATING = GatingConfig(
   num_experts=E, num_experts_per_tok=K, scoring="sigmoid", use_selection_bias=True

@@ -20,8 +20,6 @@ from layer_problems import (
 import ultraep_jax as uep
 from ultraep_jax.testing import dense_moe
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", worst_case_bytes=0)
 
 

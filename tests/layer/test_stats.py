@@ -11,8 +11,6 @@ import ultraep_jax as uep
 from ultraep_jax import sharded
 from ultraep_jax.stats import Agreed, Measured, layer_stats
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 LAYERS, GROUPS, RANKS, EXPERTS, TOKENS, TOP_K = 2, 2, 4, 8, 16, 2
 
 

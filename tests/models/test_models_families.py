@@ -13,8 +13,6 @@ from ultraep_jax import models, serve
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import Recorder, read_choices
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 # One mesh each, whose program several tests share, so that together they are all kinds.
 CASES = {
   "mixtral": ("4", "quota"),

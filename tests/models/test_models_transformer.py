@@ -96,7 +96,6 @@ def test_random_weights_and_no_mixture():
   assert 0.3 < np.std(np.asarray(result.logits_BRV)[:, 0]) < 3
 
 
-@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("kind", [models.GroupedQuery, models.Latent])
 def test_nothing_reads_what_attention_leaves_in_padding(monkeypatch, kind):
   own = dataclasses.replace(SMALL.attention, qk_norm="head")

@@ -20,8 +20,6 @@ from scalar_planner import placement, rank_loads, twin_plan
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.types import PlanCost
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 INT32_MAX = 2**31 - 1
 
 # Few configurations, so that each compiles once: (ranks, experts, slots, options).

@@ -24,8 +24,6 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.types import PlanCost
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 INT32_MAX = 2**31 - 1
 
 

@@ -8,8 +8,6 @@ from plans import busiest, check_legal, load_matrix, make_config, replicas
 
 from ultraep_jax.planning.plan import plan_quotas
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 # 78 loads with the outcome of the system that the planner follows: `cases` describes them,
 # `expert_load` holds their loads per expert, one after the other. Plans depend on these alone.
 REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "reference_plans.npz"

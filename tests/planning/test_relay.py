@@ -12,8 +12,6 @@ import pytest
 
 from ultraep_jax.planning import relay
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 SHAPES = [(1, 2, 2), (5, 1, 2), (8, 4, 3)]
 SMALL = [(3, 3, 2), (4, 2, 2), (5, 1, 2), (4, 1, 3), (5, 2, 1)]
 

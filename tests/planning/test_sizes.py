@@ -13,8 +13,6 @@ from ultraep_jax.planning.plan import home_quota, plan_quotas
 from ultraep_jax.planning.sizes import settle
 from ultraep_jax.types import ExpertWeights
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 H200 = Device.load("h200")
 BF16 = jnp.dtype(jnp.bfloat16)
 WIDTH, INNER = 64, 32

@@ -13,8 +13,6 @@ from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.run import simulate
 from ultraep_jax.testing import zipf_loads
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 MODEL = dataclasses.replace(MODELS["Qwen3-235B"], num_experts=16)
 H100 = Device.load("h100")
 TOKENS = 512

@@ -12,8 +12,6 @@ from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.replay import recorded_shape, trace_setting
 from ultraep_jax.trace import Recorder, read
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 WIDE = {"embed_dim": 4096, "expert_dim": 1536, "top_k": 2, "moe_layers": 3, "name": "wide"}
 
 

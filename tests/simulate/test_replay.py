@@ -15,8 +15,6 @@ from ultraep_jax import cli
 from ultraep_jax import simulate as sim
 from ultraep_jax.trace.reader import read
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 MODEL, RATES = sim.MODELS["Qwen3-235B"], uep.Device.load("h200")
 
 

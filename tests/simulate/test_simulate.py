@@ -19,8 +19,6 @@ from ultraep_jax.simulate.validation import points
 from ultraep_jax.strategies import eplb, lplb
 from ultraep_jax.testing import expert_indices, zipf_loads
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 SMALL = dataclasses.replace(MODELS["Qwen3-235B"], num_experts=8, top_k=2)
 RATES = Device.load("nvl64")
 

@@ -11,6 +11,7 @@ from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate import paper, published, scaling
 from ultraep_jax.testing import zipf_loads
 
+pytestmark = pytest.mark.usefixtures("optimized")  # planning for thousands of ranks takes a while
 TINY = ["--ranks", "8", "--domain", "8", "--tokens", "64", "--steps", "2", "--period", "2"]
 TINY += ["--layers", "1", "--imbalance", "1.8", "--noise", "0.05", "--drift", "0"]
 

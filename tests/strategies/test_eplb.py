@@ -11,8 +11,6 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.strategies import eplb, placement
 from ultraep_jax.testing import assert_legal_plan, zipf_loads
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 CONFIG = BalanceConfig(replica_slots=2)
 
 

@@ -14,8 +14,6 @@ from ultraep_jax import strategies
 from ultraep_jax.strategies import eplb, lplb
 from ultraep_jax.testing import dense_moe, expert_indices, zipf_loads
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 RANKS, HOME, TOKENS, TOP_K, WIDTH, INNER = 4, 2, 16, 2, 8, 12
 EXPERTS = RANKS * HOME
 CONFIG = uep.BalanceConfig(replica_slots=HOME, objective="balance")
