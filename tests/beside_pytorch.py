@@ -21,8 +21,6 @@ from ultraep_jax.bench.kernels.matmul_problems import REPLICA, Problem
 from ultraep_jax.implementation import resolve_tunings
 from ultraep_jax.tables import table
 
-torch: Any = importlib.import_module("torch")
-
 SHAPES = (
   "2880x2880x64x32768",
   "2048x768x64x65536",
@@ -79,7 +77,13 @@ def ours(problem: Problem, program: Callable[..., Any]) -> Callable[[], Any]:
   return functools.partial(program, *operands, jnp.asarray(problem.sizes, jnp.int32))
 
 
+def pytorch() -> Any:
+  """Where there is none, tests that collect this file do without."""
+  return importlib.import_module("torch")
+
+
 def theirs(problem: Problem) -> Callable[[], Any]:
+  torch = pytorch()
   ends = torch.tensor(np.cumsum(problem.sizes), dtype=torch.int32, device="cuda")
   normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
   slots, (contracted, cols) = len(problem.sizes), problem.widths
@@ -103,7 +107,7 @@ def repeated(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     for _ in range(calls):
       result = call()
     jax.block_until_ready(result)
-    torch.cuda.synchronize()
+    pytorch().cuda.synchronize()
 
   run()
   return run

@@ -106,7 +106,7 @@ def test_equals_dense(ranks, data, form, changes, small_kernels):
   ids=lambda value: value["layout"] if isinstance(value, dict) else None,
 )
 def test_lowers_for_gpus(name, data, form, dispatch_dtype):
-  """Forward and backward of a layer on four GPUs hold kernels only; no weights are copied."""
+  """Forward and backward of a layer on four GPUs hold kernels only, in every form."""
   config = dataclasses.replace(CONFIG, dispatch_dtype=dispatch_dtype)
   ungated = form["layout"] == "ungated"
   activation = activations.squared_relu if ungated else jax.nn.silu
