@@ -195,9 +195,12 @@ def measured_moe(
     copy_bytes=copy_bytes(x_TD.dtype, weights),
     domain_size=config.domain_of(num_ranks),
   )
-  # Whoever adds the counts up has a collective for it.
-  count_GX = rounds.ordered(static, routing, measured.count_GX, y_TD)
-  return y_TD, measured._replace(count_GX=count_GX)
+  # Whoever adds the counts up has a collective for it. Where weights are divided over axes of the
+  # caller's, y differs along these and counts do not: what followed y could not be typed so.
+  if varying_axes(y_TD) <= varying_axes(measured.count_GX):
+    count_GX = rounds.ordered(static, routing, measured.count_GX, y_TD)
+    measured = measured._replace(count_GX=count_GX)
+  return y_TD, measured
 
 
 def home_rows(quota_EG: Array) -> Array:

@@ -1,11 +1,13 @@
 """Statistics as one vector, and the mesh of ``with mesh:``."""
 
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from layer_problems import QUICK, make_mesh, make_problem
 
 import ultraep_jax as uep
@@ -38,6 +40,34 @@ def test_a_scan_carries_statistics_as_one_vector():
     assert value.dtype == want.dtype, name
     np.testing.assert_array_equal(value, want, err_msg=name)
   assert float(stats.scalars()["replicas"]) > 0  # not all zero
+
+
+def test_weights_divided_over_an_axis_of_the_callers_leave_statistics_alike_along_it():
+  """In a ``shard_map`` of one's own that checks types: y is a term of a sum there."""
+  problem = make_problem(make_mesh(4))
+  arguments = problem.x, problem.expert_index, problem.gate, problem.weights
+  x, *rest = jax.tree.map(np.asarray, arguments)  # for the devices of both meshes
+  axis_types = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((4, 2), ("expert", "tensor"), axis_types)
+
+  def layer(*arguments):
+    y, stats = uep.moe(*arguments, config=QUICK)
+    return jax.lax.psum(y, "tensor"), jax.tree.map(lambda leaf: leaf[None], stats)
+
+  into, out = P("expert", None, "tensor"), P("expert", "tensor")
+  weights = uep.ExpertWeights(into, into, out)
+  specs = P("expert"), P("expert"), P("expert"), weights
+  run_here = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(P("expert"), P()))
+
+  def loss(layer, x):
+    y, stats = layer(x, *rest)
+    return jnp.sum(y**2), stats
+
+  whole = functools.partial(uep.sharded_moe, config=QUICK, mesh=problem.mesh)
+  grads, stats = jax.jit(jax.grad(functools.partial(loss, run_here), has_aux=True))(x)
+  want, same = jax.jit(jax.grad(functools.partial(loss, whole), has_aux=True))(x)
+  np.testing.assert_allclose(grads, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+  np.testing.assert_array_equal(stats.load_after_G, same.load_after_G)
 
 
 def test_a_vector_of_another_layer():
