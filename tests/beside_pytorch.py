@@ -7,8 +7,6 @@ same sizes and run in turn, in one process. PyTorch's weight gradients are bfloa
 import argparse
 import functools
 import importlib
-import statistics
-import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.matmul_problems import REPLICA, Problem
 from ultraep_jax.implementation import resolve_tunings
 from ultraep_jax.tables import table
@@ -45,8 +44,11 @@ def main() -> None:
     programs = list(workers.map(compiled, problems))
   rows = []
   for problem, program in zip(problems, programs, strict=True):
-    runs = repeated(ours(problem, program), args.calls), repeated(theirs(problem), args.calls)
-    mine, other = in_turn(runs, args.rounds, args.calls)
+    runs = {
+      "ours": repeated(ours(problem, program), args.calls),
+      "PyTorch's": repeated(theirs(problem), args.calls),
+    }
+    mine, other = map(timing.median, timing.in_turn(runs, args.rounds, args.calls).values())
     rates = (problem.flop / seconds / 1e12 for seconds in (mine, other))
     shape = f"D{problem.wide} F{problem.inner} P{len(problem.sizes)} C{problem.rows}"
     rows.append([shape, problem.name, mine * 1e6, other * 1e6, *rates, other / mine])
@@ -63,10 +65,10 @@ def compiled(problem: Problem) -> Callable[..., Any]:
   """As the layer runs it."""
   parts = problem.parts()
   tunings = resolve_tunings(None, ("mosaic_gpu",))
-  tuning = tunings.find(problem.operation, *problem.widths) or problem.default
   shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in parts.shapes]
   sizes = jax.ShapeDtypeStruct(problem.sizes.shape, jnp.int32)
-  return jax.jit(functools.partial(parts.kernel, tuning=tuning)).lower(*shapes, sizes).compile()
+  kernel = functools.partial(parts.kernel, tuning=problem.tuned(tunings))
+  return jax.jit(kernel).lower(*shapes, sizes).compile()
 
 
 def ours(problem: Problem, program: Callable[..., Any]) -> Callable[[], Any]:
@@ -109,20 +111,7 @@ def repeated(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     jax.block_until_ready(result)
     pytorch().cuda.synchronize()
 
-  run()
   return run
-
-
-def in_turn(runs: tuple[Callable[[], None], ...], rounds: int, calls: int) -> list[float]:
-  """Median seconds of a call; the first of a round comes last in the next."""
-  seconds: list[list[float]] = [[] for _ in runs]
-  for turn in range(rounds):
-    order = list(enumerate(runs))
-    for which, run in order if turn % 2 else order[::-1]:
-      start = time.perf_counter()
-      run()
-      seconds[which].append((time.perf_counter() - start) / calls)
-  return [statistics.median(times) for times in seconds]
 
 
 if __name__ == "__main__":

@@ -165,8 +165,7 @@ def time_problems(problems: list[Problem], peers: bool, pace: contest.Pace) -> N
   contests = []
   for problem in problems:
     parts = problem.parts()
-    tuning = tunings.find(problem.operation, *problem.widths) or problem.default
-    kernels = {"kernel": functools.partial(parts.kernel, tuning=tuning)}
+    kernels = {"kernel": functools.partial(parts.kernel, tuning=problem.tuned(tunings))}
     contests.append(problem.contest({**kernels, **(parts.peers if peers else {})}))
   for problem, (_, outcome) in zip(problems, contest.hold(contests, pace), strict=True):
     report(problem, outcome)

@@ -19,6 +19,7 @@ from pallas_kernels import (
   Projections,
   Tile,
   Transfer,
+  Tunings,
   choose_tile,
   gated_beside,
   gated_matmul,
@@ -154,6 +155,10 @@ class Problem:
     """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
     wgrad = self.operation.startswith("wgrad")
     return make_room(self.operation.endswith("beside"), IN_TURNS if wgrad else MatmulTuning())
+
+  def tuned(self, tunings: Tunings) -> MatmulTuning:
+    """As the layer runs it."""
+    return tunings.find(self.operation, *self.widths) or self.default
 
   def tile(self, tuning: MatmulTuning) -> Tile:
     """What the kernel computes at a time in a tuning."""

@@ -130,8 +130,8 @@ def measure_matmuls(device: Device, args: argparse.Namespace) -> list[Matmul]:
 
 
 def _contest(device: Device, problem: Problem) -> contest.Contest:
-  tuning = device.tunings.find(problem.operation, *problem.widths) or problem.default
-  return problem.contest({"kernel": functools.partial(problem.parts().kernel, tuning=tuning)})
+  kernel = functools.partial(problem.parts().kernel, tuning=problem.tuned(device.tunings))
+  return problem.contest({"kernel": kernel})
 
 
 def rates(device: Device, problem: Problem, seconds: Seconds) -> Matmul:
