@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict promotion, deterministic property tests and kept programs."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -40,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Most programs run once, in less time than they would take to optimize.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
     jax.config.update("jax_disable_most_optimizations", True)
+  # Tracing makes millions of objects that live until a module ends. To look through them again and
+  # again was a seventh of all time.
+  gc.disable()
   if not hasattr(config, "workerinput"):  # once a run
     kept_programs.trim(kept_programs.folder())
 
@@ -70,6 +74,7 @@ def forget_compiled_programs() -> Iterator[None]:
   """
   yield
   jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(scope="module")
