@@ -148,8 +148,9 @@ def test_a_write_into_other_memory_is_found(monkeypatch):
   assert text == "1 elements of the matrices multiplied beside differ between ranks"
 
 
-@pytest.mark.parametrize("name", transfers.CHECKS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+  "name, ranks", [("replicate", 4), ("reduce_replicas", 2), ("dispatch", 4), ("combine", 2)]
+)
 def test_kernels_lower_for_gpus(name, ranks):
   """All tunings, at full size."""
   full = problem(ranks, scale=1, streams=ranks == 4)

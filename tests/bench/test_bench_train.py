@@ -14,7 +14,7 @@ from ultraep_jax.bench.train import text
 from ultraep_jax.bench.train.transformer import AXIS, Sizes
 
 SMALL = Sizes(width=64, inner=24, layers=1, experts=16, top_k=2, head_dim=16, seq=32)
-FLAGS = "--ranks 4 --scale 64 --layers 1 --experts 16 --top-k 2 --seq 64 --learning-rate 1e-2"
+FLAGS = "--ranks 4 --scale 64 --layers 1 --experts 16 --top-k 2 --seq 64 --learning-rate 3e-3"
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_table(tmp_path, capsys):
   results = json.loads(path.read_text())
   rows = {(row["loads"], row["variant"]): row for row in results["rows"]}
   assert len(rows) == 6 and len(capsys.readouterr().out.splitlines()) >= 10
-  assert results["warmup_losses"][-1] < results["warmup_losses"][0]
+  assert results["warmup_losses"][-1] < 4.5 < 5 < results["warmup_losses"][0]
   for loads in ("text", "2"):
     none, quota, ideal = (rows[loads, v] for v in ("none", "quota", "ideal"))
     assert none["imbalance_after"] == none["imbalance_before"] > 1.1
