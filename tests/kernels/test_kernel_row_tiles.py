@@ -65,14 +65,17 @@ def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, size
   ("capacity", "slots", "weights", "last"),
   [
     (65536, 16, 2048 * 768, True),  # large groups
-    (65536, 256, 7168 * 2048, True),  # small groups of large weights
+    (65536, 128, 7168 * 2048, True),  # groups of 512 rows, of large weights
+    (65536, 256, 7168 * 2048, False),  # of 256
     (65536, 128, 2 * 4096 * 1536, True),  # of a gated projection or a sum
     (65536, 128, 4096 * 1536, False),
     (32768, 128, 2880 * 2880, False),
     (81920, 512, 2 * 2048 * 512, False),
   ],
 )
-def test_short_tiles_come_last_where_groups_or_weights_are_large(capacity, slots, weights, last):
+def test_short_tiles_come_last_where_groups_are_large_for_their_weights(
+  capacity, slots, weights, last
+):
   assert module.short_comes_last(capacity, slots, 2 * weights) == last
 
 
