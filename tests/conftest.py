@@ -16,6 +16,8 @@ if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
 # The emitters that jaxlib 0.11 has besides compile in half the time; later versions ignore this.
 if "xla_backend_extra_options" not in os.environ["XLA_FLAGS"]:
   os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# As does NumPy a product: its threads wait for each other in loops while other workers compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.update(kept_programs.settings())  # before JAX is imported
 
 import gpu_tests

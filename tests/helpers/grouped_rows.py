@@ -1,6 +1,7 @@
 """Helpers of the tests of the matmul kernels: group sizes, lowering, and interpreting."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -44,6 +45,12 @@ def lower(f: Callable[..., Any], *args: Any) -> str:
   return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@functools.cache
+def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+  """Traced once for all group sizes."""
+  return jax.jit(functools.partial(f, **options))
+
+
 def sizes_that_fit(capacity: int, slots: int) -> st.SearchStrategy[np.ndarray]:
   """Cuts of a random used count; small groups and borders near multiples of tiles are common."""
   near = st.builds(lambda a, b: a * 64 + b, st.integers(0, capacity // 64), st.integers(-9, 9))
@@ -80,7 +87,9 @@ def used_rows(
   rng: np.random.Generator, sizes: Sequence[int], width: int, capacity: int = CAPACITY
 ) -> jax.Array:
   """Rows of which the unused are NaN."""
-  return exact(rng, capacity, width).at[sum(sizes) :].set(jnp.nan)
+  rows = np.array(exact(rng, capacity, width))
+  rows[sum(sizes) :] = np.nan
+  return jnp.asarray(rows)
 
 
 def exact(rng: np.random.Generator, *sizes: int) -> jax.Array:
@@ -89,7 +98,7 @@ def exact(rng: np.random.Generator, *sizes: int) -> jax.Array:
   So they have the same bits on any machine, wherever in a tile a row is, and whichever of two
   tiles stores a row last.
   """
-  return jnp.asarray(rng.integers(-127, 128, size=sizes) / 64, jnp.bfloat16)
+  return jnp.asarray((rng.integers(-127, 128, size=sizes) / 64).astype(jnp.bfloat16))
 
 
 def spans(sizes: Sequence[int]) -> list[slice]:
@@ -107,7 +116,8 @@ def assert_products(
   """Each group's rows times its weights, and its bias, rounded once."""
   assert got.shape == (rows.shape[0], weights.shape[2])
   assert got.dtype == jnp.bfloat16
-  bias = jnp.zeros(weights.shape[::2], jnp.bfloat16) if bias is None else bias
+  got = np.asarray(got)
+  bias = np.zeros(weights.shape[::2]) if bias is None else bias
   rows_32, weights_32, bias_32 = (np.asarray(x, np.float32) for x in (rows, weights, bias))
   for span, weight, offset in zip(spans(sizes), weights_32, bias_32, strict=True):
     np.testing.assert_array_equal(got[span], (rows_32[span] @ weight + offset).astype(jnp.bfloat16))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import callback, config, dispatch
+from jax._src import callback, config, dispatch, source_info_util
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas import primitives as pallas
 from jax._src.pallas.mosaic.interpret import utils
@@ -90,11 +90,36 @@ def _patch_callbacks() -> None:
 
   def call(*args: Any, callback: Callable[..., Any], **_: Any) -> Any:
     # What a callback keeps outlives the program's buffers.
-    return jax.tree.map(np.asarray, callback(*(np.array(arg) for arg in args)))
+    return [np.asarray(result) for result in callback(*map(np.array, args))]
 
   callback.io_callback_impl = call
   to_int = shared_memory._to_int
   shared_memory._to_int = lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x)
+  _patch_accesses()
+
+
+def _patch_accesses() -> None:
+  """Makes each key, and the source line of each access, once: they are most of what reads take."""
+  key = shared_memory.HostAllocationKey
+  make, summarize = key.from_array, source_info_util.summarize
+
+  @functools.lru_cache(maxsize=1 << 16)
+  def key_of(content: bytes) -> Any:
+    return make(np.frombuffer(content, np.int32))
+
+  @functools.lru_cache(maxsize=1 << 16)
+  def line_of(traceback: Any) -> str:
+    return summarize(source_info_util.SourceInfo(traceback, source_info_util.NameStack()))
+
+  key.from_array = staticmethod(lambda array: key_of(np.asarray(array, np.int32).tobytes()))
+  source_info_util.summarize = lambda source_info: line_of(source_info.traceback)
+
+  def unplaced(access: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the place in the mesh, which is for logs alone."""
+    return lambda **arguments: access(**{**arguments, "mesh_location": None})
+
+  gpu_callbacks.call_get = unplaced(gpu_callbacks.call_get)
+  gpu_callbacks.call_swap = unplaced(gpu_callbacks.call_swap)
 
 
 # --- devices ---------------------------------------------------------------------------------

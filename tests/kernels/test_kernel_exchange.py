@@ -14,7 +14,6 @@ from mosaic_interpret import interpreted
 from pallas_kernels.transfer.combine import combine
 from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
 from pallas_kernels.transfer.tuning import ExchangeTuning
-from ultraep_jax.bench.covering import covering_array
 
 TUNING = ExchangeTuning(blocks=1, workers=2, tile_bytes=512)
 ONE_AXIS = ((4, "expert"),)
@@ -24,7 +23,7 @@ CASES = {
   # mesh, tokens, top_k, favourite rank
   "several rows of a rank": (ONE_AXIS, 5, 6, None),
   "more tokens than a step": (((2, "expert"),), 21, 2, None),
-  "all to one": (ONE_AXIS, 3, 2, 2),
+  "all to one": (ONE_AXIS, 5, 6, 2),
   "one rank": (((1, "expert"),), 4, 3, None),
   "two axes": (TWO_AXES, 3, 3, None),
 }
@@ -46,6 +45,12 @@ def problem(request):
   ]
   dest, row = (np.stack(part) for part in zip(*routes, strict=True))
   return rng, axes, dest, row, ranks * tokens * top_k
+
+
+@functools.cache
+def program(axes, function, num_arguments, **options):
+  """Compiled once for cases that are alike."""
+  return sharded(axes, functools.partial(function, **options), num_arguments)
 
 
 def sharded(axes, function, num_arguments, check_vma=True):
@@ -70,14 +75,14 @@ def received_by_group(dest, row):
   return np.stack([assignments.received(*pair) for pair in zip(dest, row, strict=True)])
 
 
-def dispatch_here(capacity, dest_TK, row_TK, received_GTK, *arrays, tuning=TUNING):
+def dispatch_here(dest_TK, row_TK, received_GTK, *arrays, capacity, tuning=TUNING):
   return dispatch(
     arrays, dest_TK, row_TK, received_GTK, capacity=capacity, axis_name="expert", tuning=tuning
   )
 
 
 def scaled_here(
-  capacity, dest_TK, row_TK, received_GTK, value_TD, scale_TB, dtype=jnp.bfloat16, tuning=TUNING
+  dest_TK, row_TK, received_GTK, value_TD, scale_TB, *, capacity, dtype=jnp.bfloat16, tuning=TUNING
 ):
   return dispatch_scaled(
     *(value_TD, scale_TB, dest_TK, row_TK, received_GTK),
@@ -87,6 +92,10 @@ def scaled_here(
 
 def combine_here(rows_CD, gate_GTK, dest_TK, received_GTK, tuning=TUNING):
   return combine(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name="expert", tuning=tuning)
+
+
+def combine_unweighted_here(rows_CD, dest_TK, received_GTK, tuning):
+  return combine_here(rows_CD, None, dest_TK, received_GTK, tuning)
 
 
 # --- interpreted -----------------------------------------------------------------------------
@@ -99,7 +108,7 @@ def test_dispatch_copies_bit_for_bit(problem):
     rng.normal(size=(*dest.shape[:3], 150)).astype(jnp.bfloat16)[..., :144],
     rng.normal(size=(*dest.shape[:3], 4)).astype(np.float32),
   ]
-  run = sharded(axes, functools.partial(dispatch_here, capacity), 5)
+  run = program(axes, dispatch_here, 5, capacity=capacity)
   with interpreted():
     filled = run(dest, row, received_by_group(dest, row), *arrays)
     filled = [np.asarray(rows) for rows in filled]
@@ -111,15 +120,13 @@ def test_dispatch_copies_bit_for_bit(problem):
         np.testing.assert_array_equal(got, array[group, source, token])
 
 
-@pytest.mark.parametrize(
-  "problem", ["several rows of a rank", "more tokens than a step", "two axes"], indirect=True
-)
+@pytest.mark.parametrize("problem", ["more tokens than a step", "two axes"], indirect=True)
 def test_dispatch_scaled_multiplies_on_arrival(problem):
   """A tile of two blocks and one of a block and a part; scales of every row and block differ."""
   rng, axes, dest, row, capacity = problem
   value = rng.normal(size=(*dest.shape[:3], 400)).astype(jnp.float8_e4m3fn)
   scale = rng.uniform(0.5, 2.0, size=(*dest.shape[:3], 4)).astype(np.float32)
-  run = sharded(axes, functools.partial(scaled_here, capacity), 5)
+  run = program(axes, scaled_here, 5, capacity=capacity)
   with interpreted():
     filled = np.asarray(run(dest, row, received_by_group(dest, row), value, scale))
   expected = value.astype(np.float32) * np.repeat(scale, 128, axis=-1)[..., :400]
@@ -131,13 +138,13 @@ def test_dispatch_scaled_multiplies_on_arrival(problem):
       np.testing.assert_array_equal(got, expected[group, source, token])
 
 
-UNWEIGHTED = ("more tokens than a step", "two axes")  # the same loops, without a factor
-
-
 # Two parts of which the second begins inside the first; one that the threads do not divide.
 @pytest.mark.parametrize(
   "problem, weighted, width, tile_bytes",
-  [*((case, True, 320, 512) for case in CASES), *((c, False, 464, 1024) for c in UNWEIGHTED)],
+  [
+    *((case, True, 320, 512) for case in CASES),
+    ("more tokens than a step", False, 464, 1024),  # the same loops, without a factor
+  ],
   indirect=["problem"],
 )
 def test_combine_sums_the_rows_of_each_token(problem, weighted, width, tile_bytes):
@@ -162,10 +169,10 @@ def check_combine(problem, weighted, width, tuning):
   every_gate = np.broadcast_to(gate[:, None], received.shape)
 
   if weighted:
-    run = sharded(axes, functools.partial(combine_here, tuning=tuning), 4)
+    run = program(axes, combine_here, 4, tuning=tuning)
     arguments = (rows, every_gate, dest, received)
   else:
-    run = sharded(axes, lambda rows, *args: combine_here(rows, None, *args, tuning=tuning), 3)
+    run = program(axes, combine_unweighted_here, 3, tuning=tuning)
     arguments = (rows, dest, received)
   with interpreted():
     y = np.asarray(run(*arguments))
@@ -183,18 +190,16 @@ def check_combine(problem, weighted, width, tuning):
 # --- lowering --------------------------------------------------------------------------------
 
 
-FACTORS = {
-  # tokens, top_k, width, dtype
-  "size": [(4096, 8, 7168, "bfloat16"), (8192, 8, 2880, "bfloat16"), (1, 1, 64, "float32")],
-  "axes": [ONE_AXIS, TWO_AXES],
-  "check_vma": [True, False],
-}
-
-
-@pytest.mark.parametrize("case", covering_array(FACTORS)[0], ids=str)
-def test_lowers_for_gpus(case):
-  tokens, top_k, width, dtype = case["size"]
-  axes, check_vma = case["axes"], case["check_vma"]
+@pytest.mark.parametrize(
+  "axes, check_vma, tokens, top_k, width, dtype",
+  [
+    (ONE_AXIS, True, 4096, 8, 7168, "bfloat16"),
+    (ONE_AXIS, False, 1, 1, 64, "float32"),
+    (TWO_AXES, True, 1, 1, 64, "float32"),
+    (TWO_AXES, False, 8192, 8, 2880, "bfloat16"),
+  ],
+)
+def test_lowers_for_gpus(axes, check_vma, tokens, top_k, width, dtype):
   lead = groups(axes)
   capacity = tokens * top_k
 
@@ -203,8 +208,8 @@ def test_lowers_for_gpus(case):
 
   tk, gtk = shape(tokens, top_k), shape(lead[1], tokens, top_k)
   gates = shape(lead[1], tokens, top_k, dtype="float32")
-  there = functools.partial(dispatch_here, capacity, tuning=None)
-  scaled = functools.partial(scaled_here, capacity, dtype=dtype, tuning=None)
+  there = functools.partial(dispatch_here, capacity=capacity, tuning=None)
+  scaled = functools.partial(scaled_here, capacity=capacity, dtype=dtype, tuning=None)
   back = functools.partial(combine_here, tuning=None)
   for function, arguments in (
     (there, (tk, tk, gtk, shape(tokens, width, dtype=dtype), shape(tokens, 64, dtype="float32"))),
@@ -248,7 +253,7 @@ def test_dispatch_says_what_is_wrong(kind, message, changed):
     "x": zeros(3, 128, dtype=jnp.bfloat16),
   }
   with pytest.raises(kind, match=message):
-    sharded(ONE_AXIS, functools.partial(dispatch_here, 8), 4)(*(good | changed).values())
+    sharded(ONE_AXIS, functools.partial(dispatch_here, capacity=8), 4)(*(good | changed).values())
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,7 @@ def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):
     "scale": zeros(3, 4, dtype=jnp.float32),
   }
   with pytest.raises(kind, match=message):
-    sharded(ONE_AXIS, functools.partial(scaled_here, 8), 5)(*(good | changed).values())
+    sharded(ONE_AXIS, functools.partial(scaled_here, capacity=8), 5)(*(good | changed).values())
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,26 @@ from ultraep_jax.planning import search
 from ultraep_jax.types import PlanCost
 from ultraep_jax.workloads import zipf_loads
 
-STEPS = (32768, 9000, 500)  # few thresholds: interpretation is slow
+STEPS = (9000, 500)  # few thresholds: interpretation is slow
 COST = PlanCost(50, 3000)
 
 # (ranks, experts, slots, options)
 CONFIGS = {
   "relay": (6, 18, 2, {}),
   "direct": (4, 16, 1, {"transfer": "direct", "target": 1.1}),
-  "floor": (5, 15, 2, {"min_tokens_per_replica": 40, "objective": "time"}),
-  "domains": (8, 24, 2, {"domain_size": 4, "objective": "time", "target": 1.25}),
+  "domains": (
+    8,
+    24,
+    2,
+    {"domain_size": 4, "objective": "time", "target": 1.25, "min_tokens_per_replica": 40},
+  ),
   "exact": (4, 12, 4, {}),
   "exact by time": (4, 8, 2, {"objective": "time", "transfer": "direct"}),
-  "exact by time, relayed": (5, 10, 2, {"objective": "time"}),
   "many slots": (2, 80, 70, {"min_tokens_per_replica": 2, "target": 1.3}),
   "many slots by time": (3, 60, 45, {"objective": "time"}),
 }
+# Close to the limits of int32, in one domain.
+LARGEST = [2**30, 2**29, 2**28, 2**27, *(2**20 + e for e in range(4))]
 
 
 def setup(ranks, experts, slots, options, steps=STEPS):
@@ -68,16 +73,19 @@ def skewed(experts, seed):
   return np.floor(weight_E / weight_E.sum() * rng.integers(1, 50_000)).astype(np.int32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+  "name",
+  [name if name == "direct" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
+)
 def test_equals_the_portable_planner(name):
   ranks, experts, slots, options = CONFIGS[name]
   fixed, cost = setup(ranks, experts, slots, options)
 
-  @hypothesis.settings(max_examples=6)
+  @hypothesis.settings(max_examples=3)
   @hypothesis.example(np.zeros(experts, np.int32))
   @hypothesis.example(np.full(experts, 7))
   @hypothesis.example(np.eye(experts, dtype=np.int32)[1] * 40_001)
+  @hypothesis.example(np.pad(LARGEST, (0, experts - len(LARGEST))))
   @hypothesis.given(
     st.one_of(
       st.builds(functools.partial(skewed, experts), st.integers(0, 2**20)),
@@ -91,7 +99,7 @@ def test_equals_the_portable_planner(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_equals_the_portable_planner_on_more_ranks_than_lanes(seed):
   """Several parts of ranks, deep trees, and leftovers of the cap."""
   fixed, cost = setup(40, 80, 2, {})
@@ -99,9 +107,7 @@ def test_equals_the_portable_planner_on_more_ranks_than_lanes(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "ranks, experts, slots", [(33, 33, 1), (3, 21, 65), (8, 264, 8), (2, 130, 8)]
-)
+@pytest.mark.parametrize("ranks, experts, slots", [(33, 33, 1), (3, 21, 65), (8, 264, 8)])
 def test_equals_the_portable_planner_of_other_sizes(ranks, experts, slots):
   """Odd sizes, more slots than experts, and pieces of 128 experts that end within a rank."""
   fixed, cost = setup(ranks, experts, slots, {"transfer": "direct"}, steps=STEPS[:1])
@@ -111,39 +117,32 @@ def test_equals_the_portable_planner_of_other_sizes(ranks, experts, slots):
     assert_equal_plans(load_matrix(load_E, ranks), fixed, cost)
 
 
-# Ranks, experts and choices of a token: racks and more, with the experts of the largest models.
-RACKS = [(64, 896, 16), (72, 576, 8), (128, 512, 8)]
+@pytest.mark.slow
+def test_equals_the_portable_planner_on_two_racks():
+  """As many ranks as the kernels are for, with the experts of the largest models."""
+  fixed, cost = setup(128, 896, 2, {"objective": "time"}, steps=STEPS[:1])
+  load_GE = jnp.asarray(zipf_loads(0, 896, 128, 512, 16, 2.0))
+  plan = assert_equal_plans(load_GE, fixed, cost)
+  assert int((plan.replica_expert >= 0).sum()) > 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, experts, top_k", RACKS)
-def test_equals_the_portable_planner_on_racks(ranks, experts, top_k):
-  fixed, cost = setup(ranks, experts, 2, {"objective": "time"}, steps=STEPS[:1])
-  load_GE = jnp.asarray(zipf_loads(0, experts, ranks, 512, top_k, 2.0))
-  plan = assert_equal_plans(load_GE, fixed, cost)
-  assert int((plan.replica_expert >= 0).sum()) > ranks // 2
-
-
-def test_equals_the_portable_planner_once():
-  fixed, cost = setup(4, 8, 2, {"objective": "time"}, steps=STEPS[:1])
-  assert_equal_plans(load_matrix(skewed(8, 1), 4), fixed, cost)
-
-
 def test_ties_go_to_the_first():
   """Equal ranks, equal experts, and equal candidates."""
-  fixed, cost = setup(5, 15, 1, {}, steps=STEPS[:1])
+  fixed, cost = setup(*CONFIGS["relay"])
   for load_E in (
-    [40, 40, 40, 0, 0, 0, 40, 40, 40, 0, 0, 0, 0, 0, 0],
-    [0, 7, 7, 0, 0, 0, 7, 0, 7, 7, 7, 0, 1, 0, 0],
+    [40, 40, 40, 0, 0, 0, 40, 40, 40, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    [0, 7, 7, 0, 0, 0, 7, 0, 7, 7, 7, 0, 1, 0, 0, 0, 1, 0],
   ):
-    plan = assert_equal_plans(load_matrix(load_E, 5), fixed, cost)
+    plan = assert_equal_plans(load_matrix(load_E, 6), fixed, cost)
     assert (plan.replica_expert >= 0).any()
 
 
+@pytest.mark.slow
 def test_fits_a_round_exactly():
   """One copy can make the busiest rank the capacity; below, two copies reach the mean."""
-  fixed, cost = setup(3, 3, 1, {"objective": "time", "transfer": "direct"}, steps=STEPS[:1])
-  load_GE = load_matrix([100, 40, 40], 3)
+  fixed, _ = setup(*CONFIGS["exact by time"])
+  load_GE = load_matrix([100, 0, 40, 0, 40, 0, 60, 0], 4)
   for capacity, ends in ((70, 70), (69, 60)):
     cost = PlanCost(jnp.int32(1000), jnp.int32(capacity))
     plan = assert_equal_plans(load_GE, fixed, cost)
@@ -153,7 +152,6 @@ def test_fits_a_round_exactly():
 # Ranks, experts and slots: as many ranks as lanes and more, and experts as threads and more.
 CONSTRUCTED = [
   (4, 520, 98),
-  pytest.param(5, 15, 3, marks=pytest.mark.slow),
   pytest.param(40, 80, 2, marks=pytest.mark.slow),
 ]
 
@@ -180,54 +178,39 @@ def test_threads_wait_for_each_other(searches):
       jax.block_until_ready(plan(load_matrix(skewed(15, seed), 5)))
 
 
-@pytest.mark.slow
-def test_equals_the_portable_planner_near_the_limits_of_int32():
-  fixed, cost = setup(4, 16, 2, {"objective": "time", "target": 1.01})
-  load_E = np.array([2**30, 2**29, 2**28, 2**27] + [2**20 + e for e in range(12)])
-  assert_equal_plans(load_matrix(load_E, 4), fixed, cost)
-
-
 # --- lowering --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  "ranks, experts, slots, options",
-  [
-    (4, 64, 2, {"objective": "time", "target": 1.01}),
-    (2, 512, 256, {"objective": "time"}),
-    (64, 256, 2, {}),
-    (64, 256, 4, {"objective": "time"}),
-    (64, 512, 2, {"domain_size": 8}),
-    (8, 128, 3, {"min_tokens_per_replica": 128, "transfer": "direct"}),
-  ],
-)
-def test_lowers_for_gpus(ranks, experts, slots, options):
+@functools.cache
+def lowered(ranks, experts, slots, objective, **options):
+  options = {"objective": objective, **options}
   fixed, cost = setup(ranks, experts, slots, options, search.STEPS)
   load_GE = jax.ShapeDtypeStruct((ranks, experts), jnp.int32)
   traced = portable._plan_on_gpu.trace(load_GE, fixed, cost)
-  text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  assert text.count("custom_call @mosaic_gpu") == 2
+  return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+  "sizes, options",
+  [
+    ((2, 512, 256, "time"), {}),
+    ((64, 512, 2, "balance"), {"domain_size": 8}),
+    ((8, 128, 3, "balance"), {"min_tokens_per_replica": 128, "transfer": "direct"}),
+    ((72, 576, 2, "time"), {"target": 1.01}),
+    ((128, 896, 2, "time"), {}),
+  ],
+)
+def test_lowers_for_gpus(sizes, options):
+  assert lowered(*sizes, **options).count("custom_call @mosaic_gpu") == 2
 
 
 def test_the_program_does_not_grow_with_experts_and_slots():
-  sizes = []
-  for experts, slots in ((64, 16), (512, 128)):
-    fixed, cost = setup(2, experts, slots, {"objective": "time"})
-    load_GE = jax.ShapeDtypeStruct((2, experts), jnp.int32)
-    traced = portable._plan_on_gpu.trace(load_GE, fixed, cost)
-    sizes.append(len(traced.lower(lowering_platforms=("cuda",)).as_text()))
-  assert sizes[1] < 2 * sizes[0]
+  assert len(lowered(2, 512, 256, "time")) < 2 * len(lowered(2, 64, 32, "time"))
 
 
-@pytest.mark.parametrize("ranks, experts", [*(rack[:2] for rack in RACKS), (128, 896)])
-def test_lowers_for_racks(ranks, experts):
-  fixed, cost = setup(ranks, experts, 2, {"objective": "time"}, search.STEPS)
-  load_GE = jax.ShapeDtypeStruct((ranks, experts), jnp.int32)
-  portable._plan_on_gpu.trace(load_GE, fixed, cost).lower(lowering_platforms=("cuda",))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("to", ["varying", "invarying"])
+@pytest.mark.parametrize(
+  "to, check_vma", [("varying", True), ("varying", False), ("invarying", True)]
+)
 def test_lowers_inside_shard_map_and_keeps_the_type(to, check_vma):
   mesh = jax.make_mesh((4,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
   fixed, _ = setup(4, 16, 2, {"objective": "time"})
