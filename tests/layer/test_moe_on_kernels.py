@@ -17,11 +17,10 @@ from layer_problems import (
   layer,
   make_mesh,
   make_problem,
-  make_weights,
   relative_error,
   value_and_grads,
 )
-from model_layers import gradients, model_arguments
+from model_layers import gradients, in_form, model_arguments
 from mosaic_interpret import interpreted
 from programs import EXCHANGE, LAYER, PLANNING, equations, kernel_names, kernels
 from wire_rounding import on_rounded_tokens
@@ -143,16 +142,6 @@ def test_lowers_for_gpus(name, data, form, dispatch_dtype):
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config, activation=activation)
     assert_lowers(gradients(apply).trace(x, index, gate, in_form(weights, **form)), dispatch_dtype)
-
-
-def in_form(weights, layout, biases=()):
-  """Weights of the same sizes in another layout, with biases or without."""
-  experts, width, inner = weights.wi_up.shape
-
-  def shape(*sizes, scale=1.0):
-    return jax.ShapeDtypeStruct(sizes, weights.wo.dtype)
-
-  return make_weights(shape, experts, width, layout, biases, inner=inner)
 
 
 def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
