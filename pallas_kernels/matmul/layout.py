@@ -64,7 +64,7 @@ class MatmulTuning:
       another kernel holds for a while gets fewer.
     short_last: whether tiles of fewer rows come after all others, so that blocks finish together,
       or each after those of its group, whose weights are in the cache. ``None``: if groups are
-      large. Weight gradients have no such tiles.
+      large, or not small and their weights large. Weight gradients have no such tiles.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around

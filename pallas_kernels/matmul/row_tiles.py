@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from pallas_kernels.matmul.layout import UNIT, Array, sum_before
 
 _LARGE_GROUP = 1024  # rows of a slot on average, of which a short tile is a small part
+_SMALL_GROUP = 320  # the weights of fewer rows take an H100 as long to read twice as to multiply
+_LARGE_WEIGHTS = 18_000_000  # bytes of a slot; the cache of a GPU holds two or three such slots
 
 
 def row_tiles(
@@ -19,7 +21,7 @@ def row_tiles(
   group_size_P: Array,
   tile_rows: int,
   slots: range,
-  short_last: bool | None = None,
+  short_last: bool,
 ) -> Array:
   """What each tile of rows of some slots computes.
 
@@ -34,8 +36,6 @@ def row_tiles(
     last line the number of tiles.
   """
   num_slots = len(slots)
-  if short_last is None:
-    short_last = short_comes_last(capacity, group_size_P.shape[0])
   start_P = sum_before(group_size_P)[slots.start : slots.stop]
   group_size_P = group_size_P[slots.start : slots.stop]
   end_P = start_P + group_size_P
@@ -62,6 +62,17 @@ def row_tiles(
   return jnp.stack([slot_T, first_T, stored_T, num_tiles_T])
 
 
-def short_comes_last(capacity: int, num_slots: int) -> bool:
-  """Where ``MatmulTuning.short_last`` does not say it."""
-  return capacity >= _LARGE_GROUP * num_slots
+def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
+  """Where ``MatmulTuning.short_last`` does not say it.
+
+  Tiles of unequal length, one after the other, make blocks drift apart. If weights are large,
+  blocks then work on more of them than the cache holds. If weights are small or have few rows, it
+  costs more to read them again for short tiles at the end.
+
+  Args:
+    capacity: rows of all slots.
+    num_slots: P.
+    slot_bytes: of the weights that a slot's rows are multiplied by.
+  """
+  least = _SMALL_GROUP if slot_bytes >= _LARGE_WEIGHTS else _LARGE_GROUP
+  return capacity >= least * num_slots

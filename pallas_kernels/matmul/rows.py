@@ -22,6 +22,7 @@ Two home slots and one replica slot, which the rows of slot 2 are multiplied by:
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from pallas_kernels.matmul import layout, pipeline
 from pallas_kernels.matmul.layout import DEPTH, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.operands import Contraction, Result, biases_by_tile, check
 from pallas_kernels.matmul.pipeline import Ring, Work
-from pallas_kernels.matmul.row_tiles import row_tiles
+from pallas_kernels.matmul.row_tiles import row_tiles, short_comes_last
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
@@ -94,6 +95,10 @@ def multiply_rows(
   if -(-cols // tile.cols) % tuning.cluster or capacity < tile.rows:
     tuning = dataclasses.replace(tuning, cluster=1)
   tuning = tuning.placed()
+  if (short_last := tuning.short_last) is None:
+    sizes = (math.prod(home.shape[1:]) for x in contractions for home in x.home)
+    slot_bytes = 2 * sum(sizes)
+    short_last = short_comes_last(capacity, group_size_P.shape[0], slot_bytes)
   # An operand may not be empty; without replicas the second one is never read.
   operands = [
     (
@@ -140,7 +145,7 @@ def multiply_rows(
       tile=tile,
       tuning=tuning,
     ),
-    row_tiles(capacity, group_size_P, tile.rows, slots, tuning.short_last),
+    row_tiles(capacity, group_size_P, tile.rows, slots, short_last),
     *flat_operands,
     out_type=out_type,
     shared=[view(False), view(True)],

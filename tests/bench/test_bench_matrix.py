@@ -11,6 +11,7 @@ from ultraep_jax.bench.matrix import command, report
 from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, choose
 from ultraep_jax.bench.matrix.floor import Rates, floor
 from ultraep_jax.bench.matrix.loads import choices, highest_ratio, imbalance, load_matrix
+from ultraep_jax.tools.errors import CommandError
 
 
 def test_every_two_of_shape_tokens_and_pass_meet():
@@ -74,3 +75,18 @@ def test_a_run_measures_its_cells_and_writes_them(tmp_path, capsys):
   best = min(found["ms"]["none"], found["ms"]["none, worst-case buffer"])
   assert found["regret"] == pytest.approx(found["ms"]["balanced"] / best)
   assert found["before"] > 1.9 and "mixtral" in capsys.readouterr().out
+
+
+def test_one_device_measures_equal_loads_only(tmp_path, capsys):
+  flags = ["--shapes", "mixtral-8x7b", "--scale", "128", "--ranks", "1", "--all", "--repeats", "1"]
+  flags += ["--tokens", "8", "--passes", "forward", "--loads", "zipf", "--ratios"]
+  path = tmp_path / "rows.json"
+  assert command.main([*flags, "1", "--json", str(path)]) == 0
+  (found,) = json.loads(path.read_text())["rows"]
+  assert found["before"] == found["after"] == 1 and found["copies"] == 0
+  assert found["floor_parts_ms"]["link"] == 0
+  with pytest.raises(CommandError, match="expected at least 2 GPUs"):
+    command.main([*flags, "1", "1.3"])
+  with pytest.raises(SystemExit):
+    command.main([*flags, "much"])
+  assert "expected a number of at least 1" in capsys.readouterr().err

@@ -112,8 +112,8 @@ def test_broken_links_are_found(tmp_path):
   assert make_site.broken_links(tmp_path) == broken
 
 
-def test_the_chart_of_results_is_its_table():
-  rows = make_figures.many_models((ROOT / "docs/results.md").read_text())
+def test_the_chart_of_many_models_is_its_table():
+  rows = make_figures.many_models((ROOT / "docs/lab/layer.md").read_text())
   assert len(rows) == 8 and rows[0] == ("Qwen3-235B (128 experts)", "zipf", [7.05, 4.91, 4.60])
   figure = make_figures.draw(rows)
   for ax in figure.axes:

@@ -9,7 +9,9 @@ import pytest
 from grouped_rows import sizes_that_fit
 from hypothesis import example, given
 
+from pallas_kernels import MatmulTuning, grouped_matmul_sum
 from pallas_kernels.matmul import row_tiles as module
+from pallas_kernels.matmul import rows
 
 CAPACITY, SLOTS = 1024, 6
 
@@ -57,3 +59,36 @@ def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, size
   short = (computed < tile).tolist()
   order = short if short_last else list(zip(slot[: count[0]].tolist(), short, strict=True))
   assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+  ("capacity", "slots", "weights", "last"),
+  [
+    (65536, 16, 2048 * 768, True),  # large groups
+    (65536, 128, 7168 * 2048, True),  # groups of 512 rows, of large weights
+    (65536, 256, 7168 * 2048, False),  # of 256
+    (65536, 128, 2 * 4096 * 1536, True),  # of a gated projection or a sum
+    (65536, 128, 4096 * 1536, False),
+    (32768, 128, 2880 * 2880, False),
+    (81920, 512, 2 * 2048 * 512, False),
+  ],
+)
+def test_short_tiles_come_last_where_groups_are_large_for_their_weights(
+  capacity, slots, weights, last
+):
+  assert module.short_comes_last(capacity, slots, 2 * weights) == last
+
+
+@pytest.mark.parametrize("products", [1, 2])
+def test_a_matmul_counts_all_weights_of_its_slots(products, monkeypatch):
+  asked = []
+  monkeypatch.setattr(rows, "short_comes_last", lambda *sizes: asked.append(sizes) or False)
+  lhs, weights, sizes = (
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (((320, 64), "bfloat16"), ((2, 64, 192), "bfloat16"), ((2,), "int32"))
+  )
+  no_weights = jax.ShapeDtypeStruct((0, *weights.shape[1:]), weights.dtype)
+  operands = [[x] * products for x in (lhs, weights, no_weights)]
+  kernel = functools.partial(grouped_matmul_sum, tuning=MatmulTuning(blocks=2))
+  jax.eval_shape(kernel, *operands, sizes)
+  assert asked == [(320, 2, 2 * products * 64 * 192)]

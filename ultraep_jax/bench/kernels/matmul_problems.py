@@ -145,10 +145,19 @@ class Problem:
     return group_sizes(np.random.default_rng(0), self.home + self.replica, used, self.skew)
 
   @property
+  def _products(self) -> int:
+    """Of an expert's rows by a matrix."""
+    return 2 if self.operation.startswith(("gated", "sum")) else 1
+
+  @property
   def flop(self) -> float:
     """Of the used rows."""
-    products = 2 if self.operation.startswith(("gated", "sum")) else 1
-    return 2.0 * products * float(self.sizes.sum()) * self.wide * self.inner
+    return 2.0 * self._products * float(self.sizes.sum()) * self.wide * self.inner
+
+  @property
+  def slot_bytes(self) -> int:
+    """Of a slot's weights."""
+    return 2 * self._products * self.wide * self.inner
 
   @property
   def default(self) -> MatmulTuning:

@@ -6,6 +6,8 @@ rounds, or a buffer for the worst case. All run in one program and in turn. ``id
 equal and is wrong; the bound is what no plan can go below; the floor comes from FLOPs, bytes and
 launches.
 
+On one GPU ``--ratios 1`` says what the layer costs where nothing can be balanced.
+
 By default a few groups in which every two of shape, tokens and pass meet; ``--all`` measures the
 product, ``--minutes`` says when to begin no further group.
 """
@@ -29,7 +31,16 @@ from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Arrays, Shape
 from ultraep_jax.bench.layer.variants import bound
 from ultraep_jax.bench.machine import devices
 from ultraep_jax.bench.matrix import report
-from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, Cell, Group, choose
+from ultraep_jax.bench.matrix.cells import (
+  HIGHEST,
+  LOADS,
+  PASSES,
+  RATIOS,
+  TOKENS,
+  Cell,
+  Group,
+  choose,
+)
 from ultraep_jax.bench.matrix.floor import floor
 from ultraep_jax.bench.matrix.loads import choices, imbalance, load_matrix
 from ultraep_jax.bench.matrix.rates import rates_here
@@ -37,7 +48,7 @@ from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.moe import moe
 from ultraep_jax.tools import processes
-from ultraep_jax.tools.arguments import nonnegative, positive
+from ultraep_jax.tools.arguments import factor, nonnegative, positive
 from ultraep_jax.types import Array, ExpertWeights
 
 BALANCED = "balanced"
@@ -60,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
   parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS), help="per rank")
-  parser.add_argument("--ratios", nargs="+", default=list(RATIOS), help="numbers, or max")
+  parser.add_argument(
+    "--ratios", nargs="+", type=_ratio, default=list(RATIOS), help="numbers of at least 1, or max"
+  )
   parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
   parser.add_argument("--all", action="store_true", help="all groups, not a pairwise choice")
@@ -74,8 +87,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   processes.add_argument(parser)
 
 
+def _ratio(text: str) -> str:
+  if text != HIGHEST:
+    factor(text)
+  return text
+
+
 def run(args: argparse.Namespace) -> int:
-  found = devices(args.ranks, least=2, full_size=args.scale == 1)
+  uneven = any(ratio == HIGHEST or float(ratio) > 1 for ratio in args.ratios)
+  found = devices(args.ranks, least=2 if uneven else 1, full_size=args.scale == 1)
   axis_types = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=axis_types, devices=found)
   print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)

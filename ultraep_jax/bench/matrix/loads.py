@@ -15,7 +15,7 @@ def highest_ratio(experts: int, ranks: int, top_k: int) -> float:
   >>> highest_ratio(64, 2, 8), highest_ratio(8, 8, 2)
   (1.94, 3.88)
   """
-  return round(_HIGHEST * min(ranks, experts / top_k), 2)
+  return max(1.0, round(_HIGHEST * min(ranks, experts / top_k), 2))
 
 
 def choices(

@@ -78,7 +78,8 @@ def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTu
   """What of a tuning is in use."""
   short_last = tuning.short_last
   if short_last is None:
-    short_last = short_comes_last(problem.rows, problem.home + problem.replica)
+    slots = problem.home + problem.replica
+    short_last = short_comes_last(problem.rows, slots, problem.slot_bytes)
   if problem.operation.startswith("wgrad"):
     short_last = None
   rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last)
