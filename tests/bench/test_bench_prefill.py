@@ -263,14 +263,14 @@ def test_a_soak_compiles_nothing(tmp_path, capsys):
 @pytest.mark.slow
 def test_strategies_have_the_same_parameters_and_arrivals(tmp_path, capsys):
   path, figure = tmp_path / "prefill.json", tmp_path / "prefill.png"
-  flags = f"{RUN} --ranks 4 --buckets 64 --calibrate 20 --seconds 1 --rates 20 60"
+  flags = f"{RUN} --ranks 4 --buckets 64 --calibrate 20 --seconds 0.2 --rates 100 200"
   assert prefill.main([*flags.split(), "--json", str(path), "--plot", str(figure)]) == 0
   results = json.loads(path.read_text())
   points = results["points"]
   assert results["same_first_tokens"] > 0.98
   assert [p["order"] for p in points] == list(range(len(points)))
   assert [p["strategy"] for p in points[:6]] == ["none", "quota", "ideal", "quota", "ideal", "none"]
-  for rate in (20.0, 60.0):
+  for rate in (100.0, 200.0):
     assert len({p["offered"] for p in points if p["rate"] == rate}) == 1
   none, quota, ideal = (results["strategies"][name] for name in prefill.STRATEGIES)
   for load in results["loads"]:

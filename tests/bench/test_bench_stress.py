@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import COLLECTIVES, FORWARD, LAYER, PLANNING, kernel_names, unordered_exchanges
+from programs import (
+  COLLECTIVES,
+  FORWARD,
+  LAYER,
+  PLANNING,
+  exchanges_rows,
+  kernel_names,
+  unordered_exchanges,
+)
 
 from ultraep_jax import testing
 from ultraep_jax.bench.kernels.portable import AXIS
@@ -140,8 +148,9 @@ def test_a_write_into_other_memory_is_found(monkeypatch):
   assert text == "1 elements of the matrices multiplied beside differ between ranks"
 
 
-@pytest.mark.parametrize("name", transfers.CHECKS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+  "name, ranks", [("replicate", 4), ("reduce_replicas", 2), ("dispatch", 4), ("combine", 2)]
+)
 def test_kernels_lower_for_gpus(name, ranks):
   """All tunings, at full size."""
   full = problem(ranks, scale=1, streams=ranks == 4)
@@ -158,11 +167,16 @@ def test_kernels_lower_for_gpus(name, ranks):
 # --- layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("what", ["layer", "scan", "train"])
-def test_layers_lower_for_gpus(data, what):
-  """At full size, no operation of the layer is left to the portable implementation."""
-  layer = stress_layer.Problem.make(jax.devices()[:4], data, 1, 0)
+@pytest.mark.parametrize(
+  "what, data, domain_size",
+  [("layer", 1, None), ("layer", 2, None), ("layer", 1, 2), ("scan", 1, None), ("train", 2, None)],
+)
+def test_layers_lower_for_gpus(what, data, domain_size):
+  """At full size, no operation of the layer is left to the portable implementation.
+
+  What of scans is lowered has the kernels of the layers alone, on the same meshes.
+  """
+  layer = stress_layer.Problem.make(jax.devices()[:4], data, 1, 0, domain_size)
   if what == "layer":
     batch = layer.batch()
     traced = stress_layer.value_and_grads(layer, "mosaic_gpu").trace(
@@ -177,9 +191,11 @@ def test_layers_lower_for_gpus(data, what):
     traced = stress_layer.update_step(layer, "mosaic_gpu").trace(
       layer.weights(jnp.float32, 2), layer.batch(2, 2)
     )
-  text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert kernel_names(traced.jaxpr) == (FORWARD if what == "scan" else LAYER) | PLANNING
-  assert "all_to_all" not in text and "collective_permute" not in text
+  assert not exchanges_rows(traced.jaxpr)
+  if what != "layer":
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "all_to_all" not in text and "collective_permute" not in text
 
 
 def test_compare_finds_differences():

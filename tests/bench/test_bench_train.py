@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from programs import LAYER, PLANNING, kernel_names
+from programs import LAYER, PLANNING, exchanges_rows, kernel_names
 
 import ultraep_jax as uep
 from ultraep_jax.bench.train import command as train
@@ -87,9 +87,9 @@ def test_step_learns_and_at_rate_zero_changes_no_parameter(mesh):
   assert not program.compile([config]) and program.has(config)
   program.reset()
   source = text.load_text()
-  batches = [program.batch_of(text.batch_at(source, i, 8, SMALL.seq)) for i in range(60)]
+  batches = [program.batch_of(text.batch_at(source, i, 8, SMALL.seq)) for i in range(24)]
   no_bias = np.zeros((1, 16))
-  done = program.run(config, batches, no_bias, 3e-3)
+  done = program.run(config, batches, no_bias, 1e-2)
   assert float(done[0].loss) == pytest.approx(np.log(256), abs=0.3)
   assert float(done[-1].loss) < 4.0
 
@@ -110,13 +110,13 @@ def test_step_learns_and_at_rate_zero_changes_no_parameter(mesh):
 @pytest.mark.slow
 def test_table(tmp_path, capsys):
   path = tmp_path / "train.json"
-  flags = f"{FLAGS} --warmup 30 --ratios 2 --calibrate 30 --steps 2 --repeats 2 --json {path}"
+  flags = f"{FLAGS} --warmup 12 --ratios 2 --calibrate 20 --steps 2 --repeats 1 --json {path}"
   exact = "--objective balance --slots 4"  # as many as home experts: any load
   assert train.main(f"{flags} {exact}".split()) == 0
   results = json.loads(path.read_text())
   rows = {(row["loads"], row["variant"]): row for row in results["rows"]}
   assert len(rows) == 6 and len(capsys.readouterr().out.splitlines()) >= 10
-  assert results["warmup_losses"][-1] < results["warmup_losses"][0]
+  assert results["warmup_losses"][-1] < 4.5 < 5 < results["warmup_losses"][0]
   for loads in ("text", "2"):
     none, quota, ideal = (rows[loads, v] for v in ("none", "quota", "ideal"))
     assert none["imbalance_after"] == none["imbalance_before"] > 1.1
@@ -135,23 +135,28 @@ def test_table(tmp_path, capsys):
 @pytest.mark.slow
 def test_losses_part_as_rounding_does(tmp_path):
   path = tmp_path / "loss.json"
-  assert train.main(f"{FLAGS} --check-loss 40 --json {path}".split()) == 0
+  assert train.main(f"{FLAGS} --check-loss 16 --json {path}".split()) == 0
   results = json.loads(path.read_text())
   noise, ours = (results["loss_difference"][name] for name in ("reordered", "quota"))
   assert 0 < ours["mean"] < 5 * noise["mean"] < 0.1
-  assert all(curve[-1] < 4 and len(curve) == 40 for curve in results["losses"].values())
+  assert all(curve[-1] < 4 and len(curve) == 16 for curve in results["losses"].values())
 
 
 @pytest.mark.slow
 def test_lowers_for_gpus(mesh):
-  """The whole step, at full width, with the exchange, the copies and the experts in kernels."""
-  options = train_step.Options(Sizes(layers=2), "xla")
-  for strategy, factor in (("quota", 1.0625), ("none", 3.0), ("ideal", 1.0625)):
+  """The whole step, at full width, with the exchange, the copies and the experts in kernels.
+
+  One layer of each; what quota adds to the kernels of the others is more than they have alone.
+  """
+  options = train_step.Options(Sizes(layers=1), "xla")
+  programs = {}
+  for strategy, factor in (("none", 3.0), ("ideal", 1.0625), ("quota", 1.0625)):
     config = uep.BalanceConfig(
       strategy=strategy, capacity_factor=factor, implementation="mosaic_gpu"
     )
-    traced = train_step.traced_step(options, config, batch=8)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    traced = programs[strategy] = train_step.traced_step(options, config, batch=8)
     planning = PLANNING if strategy == "quota" else set()
     assert kernel_names(traced.jaxpr) == LAYER | planning | {"top_k"}
-    assert "all_to_all" not in text and "collective_permute" not in text
+    assert not exchanges_rows(traced.jaxpr)
+  text = programs["quota"].lower(lowering_platforms=("cuda",)).as_text()
+  assert "all_to_all" not in text and "collective_permute" not in text

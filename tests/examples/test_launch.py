@@ -42,10 +42,10 @@ def start():
     yield begin
 
 
-def hosts(port: int, count: int = 2) -> list[tuple[object, ...]]:
+def hosts(port: int, count: int = 2, heartbeat: int = 10) -> list[tuple[object, ...]]:
   """The arguments of the launchers of hosts with a process each."""
   address = f"localhost:{port}"
-  common = ("--hosts", count, "--coordinator", address, "--processes", 1, "--heartbeat", 10)
+  common = ("--hosts", count, "--coordinator", address, "--processes", 1, "--heartbeat", heartbeat)
   return [(*common, "--host", host) for host in range(count)]
 
 
@@ -61,7 +61,7 @@ def finish(launcher: subprocess.Popen, seconds: float = 120) -> tuple[str, str]:
 @pytest.mark.multiprocess
 def test_a_killed_process_ends_those_of_all_hosts_with_a_message_each(start):
   training = (WORKER, 0, 1, 0, "", 10**6)  # a layer and its gradients, step by step
-  first, second = (start(*args, *training, devices=4) for args in hosts(free_port()))
+  first, second = (start(*args, *training, devices=4) for args in hosts(free_port(), heartbeat=4))
   while "step 1" not in (line := first.stdout.readline()):
     assert line, finish(first)[1][-3000:]
   started = second.stderr.readline()
@@ -72,7 +72,7 @@ def test_a_killed_process_ends_those_of_all_hosts_with_a_message_each(start):
   _, errors = finish(second, 60)
   assert errors.splitlines()[-1] == (
     "launch: process 1 (device 0 of host 1) was killed by SIGKILL; the others of this host are "
-    "ended, those of other hosts end within 10 s; if it lost another process, that one's host says "
+    "ended, those of other hosts end within 4 s; if it lost another process, that one's host says "
     "why"
   )
   _, errors = finish(first, 60)

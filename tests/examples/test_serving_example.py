@@ -17,7 +17,7 @@ from tiny_moe.settings import Settings
 from tiny_moe.training import make_mesh
 
 TRAIN = shlex.split("--layers 1 --width 16 --experts 16 --batch 8 --seq 16 --steps 6 --ranks 2")
-SERVE = shlex.split("--requests 40 --lengths 5 24 --buckets 32 64 --alignment 8")
+SERVE = shlex.split("--requests 40 --lengths 5 24 --buckets 64 --alignment 8")
 
 
 @pytest.fixture(scope="module")

@@ -48,15 +48,14 @@ class Program:
     """
     config, copies = self.model.config, self.copies
     choices = sum(config.is_moe) * config.gating.num_experts_per_tok * sum(map(len, self.prompts))
-    alone = self(ALONE)
-    for places in (ALONE, PACKED, TIGHT):
-      result = self(places)
+    alone, packed, tight = (self(places) for places in (ALONE, PACKED, TIGHT))
+    for result, places in ((alone, ALONE), (packed, PACKED), (tight, TIGHT)):
       self.check(result, places)
       self.check_same(result, places, alone)
       assert result.stats.expert_load_E.sum() == choices
       assert (result.stats.replicas.sum() > 0) == copies
-    clean, wild = self(TIGHT), self(TIGHT, padding_token=90)
-    np.testing.assert_array_equal(clean.logits_BRV, wild.logits_BRV)
+    wild = self(TIGHT, padding_token=90)
+    np.testing.assert_array_equal(tight.logits_BRV, wild.logits_BRV)
 
   def __call__(self, places: dict[int, tuple[int, int]], padding_token: int = 0) -> Any:
     batch = lay_out(self.prompts, places, ROWS, LENGTH, REQUESTS, padding_token)

@@ -33,6 +33,11 @@ def kernel_names(jaxpr):
   return {kernel.params["name"] for kernel in kernels(jaxpr)}
 
 
+def exchanges_rows(jaxpr) -> bool:
+  """Whether a program has an exchange of rows that no kernel does."""
+  return any(eqn.primitive.name in ("all_to_all", "ppermute") for eqn in equations(jaxpr))
+
+
 def unordered_loops(hlo: str, opcode: str) -> Iterator[tuple[str, str]]:
   """Loops with some ``opcode`` inside, and what has it later in the same computation, but does
   not need the loop's results; of a compiled program's text.

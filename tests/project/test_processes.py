@@ -57,14 +57,14 @@ def test_processes_end_when_one_fails(capfd, one_device_each):
 def test_bench_of_a_layer_in_two_processes(tmp_path, capfd, one_device_each):
   """Of loads that only a plan that both agree on makes equal."""
   flags = "--shapes qwen3-235b --scale 128 --experts 8 --top-k 2 --tokens 64 --steps 2 --slots 4"
-  flags += " --window 3 --calls 2 --repeats 2 --variants none quota --ratios 1.7"
+  flags += " --window 3 --calls 2 --repeats 2 --variants quota --ratios 1.7"
   flags += f" --passes forward --json {tmp_path / 'times.json'}"
   assert layer.main([*flags.split(), "--processes", "2"]) == 0
   results = json.loads((tmp_path / "times.json").read_text())
   assert results["device"] == "2 x cpu"
-  rows = {row["variant"]: row for row in results["rows"]}
-  assert rows["quota"]["imbalance_before"] == pytest.approx(1.7, abs=0.03)
-  assert rows["quota"]["imbalance_after"] == rows["quota"]["bound"] == 1
+  (row,) = results["rows"]
+  assert row["imbalance_before"] == pytest.approx(1.7, abs=0.03)
+  assert row["imbalance_after"] == row["bound"] == 1
   out = capfd.readouterr().out
   lines = [line for line in out.splitlines() if line.lstrip().startswith(("jax", "qwen3"))]
-  assert len(lines) == 3, out  # each once
+  assert len(lines) == 2, out  # each once
