@@ -1,7 +1,7 @@
 """A layer on many virtual devices, forward and all gradients, against a dense one.
 
-Arguments: coordinator's port, number of processes, this process, then ``ranks:domain`` of each
-case, where a domain of ``auto`` is as JAX tells nodes. Prints a JSON object for each case.
+Arguments: coordinator's port, number of processes, this process, then ``ranks:domain``, where
+a domain of ``auto`` is as JAX tells nodes. Prints a JSON object.
 """
 
 import json
@@ -20,14 +20,13 @@ TOKENS, TOP_K, WIDTH, INNER, PER_RANK, SLOTS = 24, 8, 32, 16, 4, 2
 
 
 def main() -> None:
-  port, processes, process, *cases = sys.argv[1:]
+  port, processes, process, case = sys.argv[1:]
   if int(processes) > 1:
     jax.distributed.initialize(
       f"localhost:{port}", int(processes), int(process), heartbeat_timeout_seconds=10
     )
-  for case in cases:
-    ranks, domain = case.split(":")
-    print(json.dumps(run(int(ranks), domain if domain == "auto" else int(domain))), flush=True)
+  ranks, domain = case.split(":")
+  print(json.dumps(run(int(ranks), domain if domain == "auto" else int(domain))), flush=True)
 
 
 def run(ranks: int, domain: int | str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from layer_problems import make_weights
 
 import ultraep_jax as uep
 
@@ -25,6 +26,16 @@ def model_arguments(name, mesh):
   up, down = shape(64, width, inner), shape(64, inner, width)
   index, gate = shape(total, 8, dtype=jnp.int32), shape(total, 8, dtype=jnp.float32)
   return shape(total, width), index, gate, uep.ExpertWeights(up, up, down)
+
+
+def in_form(weights, layout, biases=()):
+  """Weights of the same sizes in another layout, with biases or without."""
+  experts, width, inner = weights.wi_up.shape
+
+  def shape(*sizes, scale=1.0):
+    return jax.ShapeDtypeStruct(sizes, weights.wo.dtype)
+
+  return make_weights(shape, experts, width, layout, biases, inner=inner)
 
 
 def gradients(apply):

@@ -1,8 +1,9 @@
 """One process of a multi-process run of the layer; see test_multiprocess.py.
 
-Arguments: coordinator port, number of processes, this process, output file or "" , steps.
+Arguments: coordinator port, number of processes, this process, output file, steps.
 """
 
+import pathlib
 import sys
 
 import jax
@@ -25,8 +26,12 @@ def main() -> None:
     jax.distributed.initialize(
       f"localhost:{port}", int(processes), int(process), heartbeat_timeout_seconds=10
     )
+  run(pathlib.Path(out), int(steps))
+
+
+def run(out: pathlib.Path, steps: int) -> None:
+  """Writes the results of the first step, and does the rest to be there."""
   mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  jax.set_mesh(mesh)
   rng = np.random.default_rng(0)
   total = TOKENS * mesh.size
 
@@ -57,12 +62,12 @@ def main() -> None:
     )
     return jax.lax.with_sharding_constraint((y, grads), NamedSharding(mesh, P())), scalars
 
-  for i in range(int(steps)):
-    results, scalars = jax.block_until_ready(step(x, index, gate, weights))
-    print(f"step {i}", flush=True)
-  if out:
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((results, scalars))]
-    np.savez(out, *leaves)
+  with jax.set_mesh(mesh):
+    for i in range(steps):
+      results = jax.block_until_ready(step(x, index, gate, weights))
+      if i == 0:
+        np.savez(out, *map(np.asarray, jax.tree.leaves(results)))
+      print(f"step {i}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ from layer_problems import (
   layer,
   make_mesh,
   make_problem,
-  make_weights,
   relative_error,
   value_and_grads,
 )
-from model_layers import gradients, model_arguments
+from model_layers import gradients, in_form, model_arguments
 from mosaic_interpret import interpreted
 from programs import EXCHANGE, LAYER, PLANNING, equations, kernel_names, kernels
 from wire_rounding import on_rounded_tokens
@@ -94,20 +93,47 @@ def test_equals_dense(ranks, data, form, changes, small_kernels):
     assert int(jnp.max(stats.rounds)) > 1
 
 
+@pytest.fixture(scope="module")
+def two_layers():
+  """Gradients of two layers without biases, of several rounds, on four GPUs: the traced program."""
+  mesh = make_mesh(4)
+
+  def apply(x, index, gate, weights):
+    y, _ = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
+    return uep.sharded_moe(y, index, gate, weights, config=CONFIG)
+
+  with jax.set_mesh(mesh):
+    return gradients(apply).trace(*model_arguments("deepseek-v3", mesh))
+
+
+def test_several_rounds_lower_for_gpus(two_layers):
+  """Forward and backward of layers on four GPUs hold kernels only, in all rounds."""
+  assert_lowers(two_layers, dispatch_dtype=None)
+
+
+def assert_lowers(traced, dispatch_dtype):
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert kernel_names(traced.jaxpr) == LAYER | PLANNING
+  assert "all_to_all" not in text and "collective_permute" not in text
+  assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
+
+
+# Buffers for all rows of all four ranks: one round, whatever the loads.
+ONE_ROUND = dataclasses.replace(CONFIG, capacity_factor=4.0)
+
+
 @pytest.mark.parametrize(
   "name, data, form, dispatch_dtype",
   [
     ("qwen3-235b", 2, {"layout": "fused", "biases": BIASES}, None),
-    ("glm4.5-106b", 1, {"layout": "apart", "biases": BIASES}, None),
-    ("deepseek-v3", 1, APART, None),
     ("gpt-oss-120b", 1, GPT_OSS, "float8_e4m3fn"),
     ("one token", 2, {"layout": "ungated", "biases": BIASES}, None),
   ],
   ids=lambda value: value["layout"] if isinstance(value, dict) else None,
 )
 def test_lowers_for_gpus(name, data, form, dispatch_dtype):
-  """Forward and backward of a layer on four GPUs hold kernels only, in every form."""
-  config = dataclasses.replace(CONFIG, dispatch_dtype=dispatch_dtype)
+  """In every other form; one GPU lowers biases of projections that are apart."""
+  config = dataclasses.replace(ONE_ROUND, dispatch_dtype=dispatch_dtype)
   ungated = form["layout"] == "ungated"
   activation = activations.squared_relu if ungated else jax.nn.silu
   activation = activations.clamped_swiglu() if form is GPT_OSS else activation
@@ -115,21 +141,7 @@ def test_lowers_for_gpus(name, data, form, dispatch_dtype):
   x, index, gate, weights = model_arguments(name, mesh)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config, activation=activation)
-    traced = gradients(apply).trace(x, index, gate, in_form(weights, **form))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  assert kernel_names(traced.jaxpr) == LAYER | PLANNING
-  assert "all_to_all" not in text and "collective_permute" not in text
-  assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
-
-
-def in_form(weights, layout, biases=()):
-  """Weights of the same sizes in another layout, with biases or without."""
-  experts, width, inner = weights.wi_up.shape
-
-  def shape(*sizes, scale=1.0):
-    return jax.ShapeDtypeStruct(sizes, weights.wo.dtype)
-
-  return make_weights(shape, experts, width, layout, biases, inner=inner)
+    assert_lowers(gradients(apply).trace(x, index, gate, in_form(weights, **form)), dispatch_dtype)
 
 
 def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
@@ -146,22 +158,18 @@ def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     # Slots that no other test has, so that nothing is traced already.
-    config = dataclasses.replace(CONFIG, replica_slots=5)
+    config = dataclasses.replace(ONE_ROUND, replica_slots=5)
     apply = functools.partial(uep.sharded_moe, config=config)
     gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
   assert len(seen) >= 2  # also backward
   assert {(rows.shape, rows.dtype) for rows in seen} == {((4,), jnp.dtype(jnp.int32))}
 
 
-def test_kernels_convert_no_booleans():
+def test_kernels_convert_no_booleans(two_layers):
   """Each conversion starts a process as the kernel is lowered: see ``pallas_kernels.branches``."""
-  mesh = make_mesh(4)
-  with jax.set_mesh(mesh):
-    apply = functools.partial(uep.sharded_moe, config=CONFIG)
-    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
   inside = [
     eqn
-    for kernel in kernels(jaxpr)
+    for kernel in {id(call): call for call in kernels(two_layers.jaxpr)}.values()
     for body in jax.extend.core.jaxprs_in_params(kernel.params)
     for eqn in equations(body)
   ]
@@ -174,17 +182,9 @@ def test_kernels_convert_no_booleans():
   assert not converted
 
 
-def test_equal_kernels_are_compiled_once():
+def test_equal_kernels_are_compiled_once(two_layers):
   """In all rounds and layers; forward and backward dispatch alike."""
-  mesh = make_mesh(4)
-
-  def two_layers(x, index, gate, weights):
-    y, _ = uep.sharded_moe(x, index, gate, weights, config=CONFIG)
-    return uep.sharded_moe(y, index, gate, weights, config=CONFIG)
-
-  with jax.set_mesh(mesh):
-    jaxpr = gradients(two_layers).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
-  calls = kernels(jaxpr)
+  calls = kernels(two_layers.jaxpr)
   distinct = {id(call): call for call in calls}.values()
   names = [kernel.params["name"] for kernel in distinct]
   assert len(calls) > 50
@@ -195,9 +195,7 @@ def test_equal_kernels_are_compiled_once():
 
 def test_copies_have_no_kernel_of_their_own():
   """They ride in the first matmul's, of two parts; ``jax.checkpoint`` runs both of them again."""
-  # Buffers for all rows of all ranks: one round, whatever the loads.
-  config = dataclasses.replace(CONFIG, capacity_factor=4.0)
-  apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=config))
+  apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=ONE_ROUND))
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
@@ -206,25 +204,10 @@ def test_copies_have_no_kernel_of_their_own():
   assert "replicate" not in names
 
 
-@pytest.fixture(params=[1, 2])
-def processes(request, monkeypatch):
-  monkeypatch.setattr(jax, "process_count", lambda: request.param)
-  jax.clear_caches()  # nothing that is traced may outlive the number that it was traced for
-  yield request.param
-  jax.clear_caches()
-
-
-def test_kernels_among_processes_take_no_slices(processes):
-  """Arrays that a kernel shares with other GPUs go through a barrier: see ``launch``."""
-  mesh = make_mesh(4)
-  with jax.set_mesh(mesh):
-    apply = functools.partial(uep.sharded_moe, config=CONFIG)
-    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
-  bare = list(shared_outside_barriers(jaxpr))
-  if processes == 1:  # where slices in place spare a copy
-    assert {name for name, _ in bare} == {"dispatch", "combine", *RIDDEN}
-  else:
-    assert not bare
+def test_kernels_of_one_process_share_slices(two_layers):
+  """In place, which spares a copy."""
+  bare = shared_outside_barriers(two_layers.jaxpr.jaxpr)
+  assert {name for name, _ in bare} == {"dispatch", "combine", *RIDDEN}
 
 
 RETYPED = {"untyped", "pvary", "pcast"}
@@ -293,7 +276,7 @@ def traced_for_gpus(function, *args):
 
 def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
   mesh = make_mesh(4)
-  config = dataclasses.replace(CONFIG, implementation="auto", node_size=2)
+  config = dataclasses.replace(ONE_ROUND, implementation="auto", node_size=2)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config)
     arguments = model_arguments("qwen3-235b", mesh)
@@ -303,27 +286,6 @@ def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
     one_node = dataclasses.replace(config, node_size=4)
     apply = functools.partial(uep.sharded_moe, config=one_node)
     assert kernel_names(traced_for_gpus(gradients(apply), *arguments)) == LAYER | PLANNING
-
-
-BLACKWELL = {"route_rows", "replicate", "reduce_replicas"} | EXCHANGE | PLANNING
-
-
-def test_blackwell_gpus_multiply_by_the_kernel_of_jax(monkeypatch):
-  monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(core_count=148)])
-  jax.clear_caches()  # else what was traced for Hopper is found
-  mesh = make_mesh(4)
-  config = dataclasses.replace(CONFIG, implementation="auto")
-  with jax.set_mesh(mesh), fake_devices.gpus("10.0"):
-    apply = functools.partial(uep.sharded_moe, config=config)
-    traced = gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
-    names = kernel_names(traced.jaxpr) - {None}  # JAX's kernel has nameless parts
-    assert {name for name in names if not name.startswith("ragged_dot_kernel")} == BLACKWELL
-    assert len(names) == len(BLACKWELL) + 1
-    # Slots that no other test has, so that nothing is traced already.
-    config = dataclasses.replace(CONFIG, replica_slots=7)
-    apply = functools.partial(uep.sharded_moe, config=config)
-    with pytest.raises(NotImplementedError, match="wgrad: the kernels need Hopper GPUs"):
-      gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
 
 
 @pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])
@@ -366,3 +328,44 @@ def test_a_mesh_that_kernels_cannot_take_is_served_portably():
   )
   jaxpr = traced_for_gpus(run, problem.x, problem.expert_index, problem.gate, problem.weights)
   assert kernel_names(jaxpr).isdisjoint({"dispatch", "combine", "replicate"})
+
+
+# --- what is traced for other machines: last, as nothing that was traced serves them ----------
+
+
+@pytest.fixture
+def traced_anew():
+  jax.clear_caches()
+  yield
+  jax.clear_caches()
+
+
+def test_kernels_among_processes_take_no_slices(traced_anew, monkeypatch):
+  """Arrays that a kernel shares with other GPUs go through a barrier: see ``launch``."""
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  mesh = make_mesh(4)
+  with jax.set_mesh(mesh):
+    apply = functools.partial(uep.sharded_moe, config=CONFIG)
+    jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  assert kernel_names(jaxpr) == LAYER | PLANNING
+  assert not list(shared_outside_barriers(jaxpr))
+
+
+BLACKWELL = {"route_rows", "replicate", "reduce_replicas"} | EXCHANGE | PLANNING
+
+
+def test_blackwell_gpus_multiply_by_the_kernel_of_jax(traced_anew, monkeypatch):
+  monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(core_count=148)])
+  mesh = make_mesh(4)
+  config = dataclasses.replace(ONE_ROUND, implementation="auto")
+  with jax.set_mesh(mesh), fake_devices.gpus("10.0"):
+    apply = functools.partial(uep.sharded_moe, config=config)
+    traced = gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
+    names = kernel_names(traced.jaxpr) - {None}  # JAX's kernel has nameless parts
+    assert {name for name in names if not name.startswith("ragged_dot_kernel")} == BLACKWELL
+    assert len(names) == len(BLACKWELL) + 1
+    # Slots that no other test has, so that nothing is traced already.
+    config = dataclasses.replace(CONFIG, replica_slots=7)
+    apply = functools.partial(uep.sharded_moe, config=config)
+    with pytest.raises(NotImplementedError, match="wgrad: the kernels need Hopper GPUs"):
+      gradients(apply).trace(*model_arguments("qwen3-235b", mesh))

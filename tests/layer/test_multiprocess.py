@@ -3,11 +3,13 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import multiprocess_worker
 import numpy as np
 import pytest
 from ports import free_port
@@ -30,10 +32,8 @@ def start():
 
 
 def popen(devices: int, *args: object) -> subprocess.Popen:
-  env = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-  }
+  flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
+  env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
   return subprocess.Popen(
     [sys.executable, str(WORKER), *map(str, args)],
     env=env,
@@ -53,15 +53,13 @@ def finish(worker: subprocess.Popen, timeout: float) -> tuple[int, str]:
   return worker.returncode, errors
 
 
-def test_two_processes_equal_one(start, tmp_path):
+def test_two_processes_equal_one_and_end_together(start, tmp_path):
   port = free_port()
-  one = start(8, port, 1, 0, tmp_path / "one.npz", 1)
-  code, errors = finish(one, 240)
-  assert code == 0, errors[-3000:]
-  pair = [start(4, port, 2, i, tmp_path / f"two{i}.npz", 1) for i in range(2)]
+  multiprocess_worker.run(tmp_path / "one.npz", 1)  # on the eight devices of this process
+  pair = [start(4, port, 2, i, tmp_path / f"two{i}.npz", 10**6) for i in range(2)]
   for worker in pair:
-    code, errors = finish(worker, 240)
-    assert code == 0, errors[-3000:]
+    while "step 1" not in (line := worker.stdout.readline()):
+      assert line, worker.communicate()[1][-3000:]
   expected = np.load(tmp_path / "one.npz")
   assert len(expected.files) > 10
   for i in range(2):
@@ -70,12 +68,7 @@ def test_two_processes_equal_one(start, tmp_path):
       # Across processes gloo sums weight gradients over `data` as one process does: two terms.
       np.testing.assert_array_equal(got[name], expected[name])
 
-
-def test_killing_one_process_ends_the_other(start):
-  port = free_port()
-  survivor, victim = (start(4, port, 2, i, "", 10**6) for i in range(2))
-  while "step 1" not in (line := victim.stdout.readline()):
-    assert line, victim.communicate()[1][-3000:]
+  survivor, victim = pair
   victim.send_signal(signal.SIGKILL)
   killed = time.monotonic()
   # Keep reading so that the survivor cannot block on a full pipe.
