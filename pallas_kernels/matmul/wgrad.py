@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.matmul import layout, pipeline
 from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
@@ -34,10 +35,11 @@ from pallas_kernels.warp.branches import when
 _ALIGNED = 8  # rows: TMA fills tiles of so many
 # A float32 tile takes a while to store: one warpgroup does while the other multiplies.
 IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
-_PIECE = (64, 32)  # rows and columns stored at a time: 128 bytes wide, the widest swizzle
+# Rows and columns stored at a time: 128 bytes wide, the widest swizzle.
+_PIECES = {jnp.dtype(jnp.float32): (64, 32), jnp.dtype(jnp.bfloat16): (64, 64)}
 
 
-@functools.partial(jax.jit, static_argnames=("num_home", "tuning"))
+@functools.partial(jax.jit, static_argnames=("num_home", "home_dtype", "tuning"))
 def grouped_matmul_wgrad(
   rows_CK: Array,
   grad_CN: Array,
@@ -46,6 +48,7 @@ def grouped_matmul_wgrad(
   *,
   filled_S: Array | None = None,
   into_MKN: Array | None = None,
+  home_dtype: DTypeLike = jnp.float32,
   tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
@@ -60,18 +63,25 @@ def grouped_matmul_wgrad(
       no rows.
     into_MKN: ``[M, K, N]`` float32, what to add the gradients of home slots to, in its memory if
       nothing else needs it. Slots without rows are not touched. ``None``: zeros.
+    home_dtype: of the gradients of home slots, float32 or bfloat16, to which the sums are rounded.
     tuning: how the kernel is laid out.
 
   Returns:
-    ``[M, K, N]`` and ``[S, K, N]``, float32. The gradient of a slot without rows is zero, but that
-    of a slot which is not filled is not written: it holds anything.
+    ``[M, K, N]`` of ``home_dtype`` and ``[S, K, N]`` float32. The gradient of a slot without rows
+    is zero, but that of a slot which is not filled is not written: it holds anything.
 
   Raises:
-    NotImplementedError: a dtype other than bfloat16, or K or N no multiple of 64.
+    NotImplementedError: rows of a dtype other than bfloat16, a ``home_dtype`` other than these two,
+      or K or N no multiple of 64.
     ValueError: shapes that do not fit together.
   """
-  arguments = rows_CK, grad_CN, group_size_P, num_home
-  return wgrad_beside(None, *arguments, filled_S=filled_S, into_MKN=into_MKN, tuning=tuning)[0]
+  return wgrad_beside(
+    *(None, rows_CK, grad_CN, group_size_P, num_home),
+    filled_S=filled_S,
+    into_MKN=into_MKN,
+    home_dtype=home_dtype,
+    tuning=tuning,
+  )[0]
 
 
 def wgrad_beside(
@@ -83,6 +93,7 @@ def wgrad_beside(
   *,
   filled_S: Array | None = None,
   into_MKN: Array | None = None,
+  home_dtype: DTypeLike = jnp.float32,
   tuning: MatmulTuning | None = None,
 ) -> tuple[tuple[Array, Array], Any]:
   """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
@@ -106,21 +117,25 @@ def wgrad_beside(
   if filled_S is not None:
     layout.expect_shape("filled_S", filled_S, (num_replica,))
   adds = into_MKN is not None
+  if (home_dtype := jnp.dtype(home_dtype)) not in _PIECES:
+    raise NotImplementedError(f"home_dtype: expected float32 or bfloat16, got {home_dtype}")
   if adds:
     layout.expect_shape("into_MKN", into_MKN, (num_home, depth, cols))
-    if into_MKN.dtype != jnp.float32:
-      raise ValueError(f"into_MKN: expected float32, got {into_MKN.dtype}")
-  out_type = functools.partial(jax.typeof(rows_CK).update, dtype=jnp.dtype(jnp.float32))
+    if {into_MKN.dtype, home_dtype} != {jnp.dtype(jnp.float32)}:
+      raise ValueError(f"into_MKN: expected float32, got {into_MKN.dtype} and {home_dtype}")
+  slots = [(n, dtype) for n, dtype in ((num_home, home_dtype), (num_replica, jnp.float32)) if n]
+  dtypes = dict.fromkeys(jnp.dtype(dtype) for _, dtype in slots)  # home slots' first
   grads, transferred = pipeline.launch(
     functools.partial(_body, num_home=num_home, adds=adds, tile=tile, tuning=tuning),
     *(inner_steps(group_size_P, num_home, filled_S, adds), rows_CK, grad_CN),
-    out_type=[out_type(shape=(n, depth, cols)) for n in (num_home, num_replica) if n],
+    out_type=[jax.typeof(rows_CK).update(shape=(n, depth, cols), dtype=d) for n, d in slots],
     shared=[
       [
         pipeline.smem(tuning.stages, tile.strips, DEPTH, tile.strip),
         pipeline.smem(tuning.stages, DEPTH, tile.cols),
-        pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECE, dtype=jnp.float32),
+        pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECES[dtype], dtype=dtype),
       ]
+      for dtype in dtypes
     ],
     loads=tile.strips + 1,
     tile=tile,
@@ -181,7 +196,7 @@ def _body(
   tile: Tile,
   tuning: MatmulTuning,
 ) -> None:
-  (table, rows, grad), ((lhs, rhs, staged),) = inputs, views
+  (table, rows, grad), (lhs, rhs, *_) = inputs, views[0]
   height, width = outs[0].shape[1:]
   num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
@@ -252,24 +267,26 @@ def _body(
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
 
-    # A piece at a time in each buffer, which is free once TMA has read what was in it before.
-    pieces = itertools.product(range(0, tile.strip, _PIECE[0]), range(0, tile.cols, _PIECE[1]))
-    for i, (r, c) in enumerate(pieces):
-      piece = staged.at[me, i % tuning.buffers]
-      plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
-      part = product[r : r + _PIECE[0], c : c + _PIECE[1]]
-      if adds:  # what a tile or a strip shares with the one before is added once
-        mine = (strip_start + r >= out_row + strip * tile.strip) & (c >= overlap[0])
-        part = jnp.where(mine | (slot >= num_home), part, jnp.float32(0))
-      piece[...] = part
-      plgpu.commit_smem()
-      at = pl.ds(strip_start + r, _PIECE[0]), pl.ds(out_col + c, _PIECE[1])
+    def store(out: Any, slot: Array, staged: Any, adds: bool = False) -> None:
+      """A piece at a time in each buffer, which is free once TMA has read what was in it."""
+      piece_rows, piece_cols = _PIECES[out.dtype]
+      pieces = itertools.product(range(0, tile.strip, piece_rows), range(0, tile.cols, piece_cols))
+      for i, (r, c) in enumerate(pieces):
+        piece = staged.at[me, i % tuning.buffers]
+        plgpu.wait_smem_to_gmem(tuning.buffers - 1, wait_read_only=True)
+        part = product[r : r + piece_rows, c : c + piece_cols]
+        if adds:  # what a tile or a strip shares with the one before is added once
+          mine = (strip_start + r >= out_row + strip * tile.strip) & (c >= overlap[0])
+          part = jnp.where(mine, part, jnp.float32(0))
+        piece[...] = part.astype(out.dtype)
+        plgpu.commit_smem()
+        at = pl.ds(strip_start + r, piece_rows), pl.ds(out_col + c, piece_cols)
+        target = out.at[slot, *at]
+        plgpu.copy_smem_to_gmem(piece, target, reduction_op="add" if adds else None)
 
-      def store(out: Any, slot: Array, by: Any = None, piece: Any = piece, at: Any = at) -> None:
-        plgpu.copy_smem_to_gmem(piece, out.at[slot, *at], reduction_op=by)
-
-      when(slot < num_home)(functools.partial(store, outs[0], slot, "add" if adds else None))
-      when(slot >= num_home)(functools.partial(store, outs[-1], slot - num_home))
+    when(slot < num_home)(lambda: store(outs[0], slot, views[0][-1], adds))
+    if len(outs) > 1:
+      when(slot >= num_home)(lambda: store(outs[1], slot - num_home, views[-1][-1]))
 
   num_tiles = table[4, 0] * slot_tiles
   pipeline.persist(num_tiles, describe, load, compute, ring, tile, tuning)

@@ -7,6 +7,7 @@ The tree of ``replicate``'s example, backwards. Each sum has a fixed order::
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from pallas_kernels.warp.branches import one_if, when
 
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
+_ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # of bfloat16 units: 16 bytes a thread
 _LAST = jnp.iinfo(jnp.int32).max  # sorts behind all keys
 
 
@@ -53,7 +55,8 @@ def reduce_replicas(
   when the kernel returns on a rank, its gradients are complete, its inbox is not written to any
   more, and nobody signals to it.
 
-  The homes are updated in place, and only experts with replicas are touched. XLA copies the
+  The homes are updated in place, and only experts with replicas are touched. All sums are of
+  float32; those of bfloat16 homes are rounded at the end. XLA copies the
   operand first where it cannot give it up: an argument of the outermost ``jit`` that is not
   donated, or a value that is used again.
 
@@ -68,7 +71,8 @@ def reduce_replicas(
   Args:
     replicas: ``[S, ...]`` float32 each, gradients of this rank's replica slots. Those of empty
       slots are not read. Rows must be multiples of 16 bytes.
-    homes: ``[M, ...]`` float32, gradients of this rank's home experts, for each of ``replicas``.
+    homes: ``[M, ...]`` float32 or bfloat16, gradients of this rank's home experts, for each of
+      ``replicas``. An expert of bfloat16 has a multiple of 1024 elements.
     replica_expert_GS: as for ``replicate``.
     parent_GS: as for ``replicate``: the rank that a slot's sum is sent to.
     axis_name: the expert mesh axis, of size G.
@@ -112,7 +116,8 @@ def reduction(
   num_others = (num_ranks - 1) * num_slots
   if not homes or not num_others:
     return None
-  tuning, tiles = tuning.placed(), tiling.cut("homes", homes, tuning)
+  tuning, tiles = tuning.placed(), tiling.cut("replicas", replicas, tuning)
+  _check_units(homes, tiles)
   length = max(each.length for each in tiles)
   buffer = plgpu.SMEM((tuning.workers, -(-length // _UNIT) * _UNIT), jnp.float32)
   work = _work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
@@ -265,6 +270,20 @@ def _kernel(
         sender = lax.div(child, num_slots)
         peers.signal(acknowledged.at[lax.rem(child, num_slots)], sender, axis_name)
 
+  def widen(home: Any, offset: Array, length: int) -> None:
+    """Loads the own tile of a bfloat16 home. TMA converts nothing, so registers do."""
+    for start in range(0, length, _UNIT):
+      unit = plgpu.load(home.at[pl.ds(offset + start, _UNIT)], layout=_ROUNDED, optimized=False)
+      own_buffer[pl.ds(start, _UNIT)] = unit.astype(jnp.float32)
+    plgpu.commit_smem()
+
+  def narrow(home: Any, offset: Array, length: int) -> None:
+    """Stores the own tile of a bfloat16 home."""
+    for start in range(0, length, _UNIT):
+      unit = plgpu.load(own_buffer.at[pl.ds(start, _UNIT)], layout=_ROUNDED, optimized=False)
+      home[pl.ds(offset + start, _UNIT)] = unit.astype(home.dtype)
+    plgpu.commit_smem()  # read by all threads before the next tile is loaded
+
   def send(step: Array, slot: Array, parent: Array, length: int) -> None:
     """Sends the own tile of a slot to the inbox of its parent."""
     there = place(rank * num_slots + slot, parent)
@@ -285,22 +304,31 @@ def _kernel(
     source, parent, end = (node(index, f) for f in (_Fields.SOURCE, _Fields.PARENT, _Fields.END))
     slot, step = source - num_home, each.step(offset, num_workers)
     part, buffer = pl.ds(offset, each.length), own_buffer.at[pl.ds(0, each.length)]
+    home = sum_refs[each.array]
+    rounded = home.dtype != jnp.float32
 
     @when(slot < 0)
     def _() -> None:
-      load(sum_refs[each.array].at[source, part], buffer, own_loaded)
+      if rounded:
+        widen(home.at[source], offset, each.length)
+      else:
+        load(home.at[source, part], buffer, own_loaded)
+        plgpu.barrier_wait(own_loaded)
 
     @when(slot >= 0)
     def _() -> None:
       load(replica_refs[each.array].at[slot, part], buffer, own_loaded)
+      plgpu.barrier_wait(own_loaded)
 
-    plgpu.barrier_wait(own_loaded)
     add_all(step, begin, end, each.length)
 
     @when(slot < 0)
     def _() -> None:
-      plgpu.copy_smem_to_gmem(buffer, sum_refs[each.array].at[source, part])
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      if rounded:
+        narrow(home.at[source], offset, each.length)
+      else:
+        plgpu.copy_smem_to_gmem(buffer, home.at[source, part])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @when(slot >= 0)
     def _() -> None:
@@ -331,9 +359,29 @@ def _check(
   axis_name: AxisName,
 ) -> None:
   trees.check("homes", homes, replica_expert_GS, parent_GS, axis_name)
-  for name, arrays in (("replicas", replicas), ("homes", homes)):
-    if wrong := {str(array.dtype) for array in arrays} - {"float32"}:
-      raise NotImplementedError(f"{name}: expected float32, got {sorted(wrong)}")
+  for name, arrays, known in (
+    ("replicas", replicas, ["float32"]),
+    ("homes", homes, ["bfloat16", "float32"]),
+  ):
+    if wrong := {str(array.dtype) for array in arrays} - {*known}:
+      raise NotImplementedError(f"{name}: expected {' or '.join(known)}, got {sorted(wrong)}")
   expected = [(replica_expert_GS.shape[1], *home.shape[1:]) for home in homes]
   if (shapes := [replica.shape for replica in replicas]) != expected:
     raise ValueError(f"replicas: expected shapes {expected}, got {shapes}")
+
+
+def _check_units(homes: Sequence[Array], tiles: Sequence[Tiles]) -> None:
+  """Registers move bfloat16 in whole units, TMA float32 in any."""
+  for each in tiles:
+    home = homes[each.array]
+    if home.dtype == jnp.float32:
+      continue
+    if (elements := math.prod(home.shape[1:])) % _UNIT:
+      raise NotImplementedError(
+        f"homes: expected a multiple of {_UNIT} elements of {home.dtype}, got {elements}"
+      )
+    if each.length % _UNIT:
+      raise ValueError(
+        f"tile_bytes: expected tiles of a multiple of {_UNIT} elements for homes of {home.dtype}, "
+        f"got {each.length}"
+      )

@@ -65,21 +65,30 @@ def interpreted(races: bool = False) -> Iterator[None]:
   """Interprets the kernels, with races an error if asked for.
 
   The interpreter knows neither tiling nor swizzles, and gives the views of a union memories of
-  their own: a union's first view stands for all.
+  their own. Parts alike are one memory here: the first view's.
   """
   launch = pipeline.launch
 
-  def with_one_view(body: Callable[..., None], *operands: Any, shared: Any, **kwargs: Any) -> Any:
-    def with_views(inputs: Any, outs: Any, views: Any, *barriers: Any) -> None:
-      body(inputs, outs, [views[0]] * len(shared), *barriers)
+  def with_common_parts(
+    body: Callable[..., None], *operands: Any, shared: Any, **kwargs: Any
+  ) -> Any:
+    kinds = [[(part.shape, part.dtype) for part in parts] for parts in shared]
+    first = [[kind == common for kind, common in zip(x, kinds[0], strict=True)] for x in kinds]
 
-    return launch(with_views, *operands, shared=shared[:1], **kwargs)
+    def with_views(inputs: Any, outs: Any, views: Any, *barriers: Any) -> None:
+      views = [
+        [common if alike else own for own, common, alike in zip(x, views[0], of, strict=True)]
+        for x, of in zip(views, first, strict=True)
+      ]
+      body(inputs, outs, views, *barriers)
+
+    return launch(with_views, *operands, shared=shared, **kwargs)
 
   # Copies beyond an operand's end give zeros on a GPU; here, what a test sees if it is used.
   params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   mosaic_interpret.install()  # what kernels inline is interpreted by its twin
   mode = mosaic_interpret.interpreted() if races else plgpu.force_gpu_interpret_mode(params)
-  with mock.patch.object(pipeline, "launch", with_one_view), mode:
+  with mock.patch.object(pipeline, "launch", with_common_parts), mode:
     yield
 
 

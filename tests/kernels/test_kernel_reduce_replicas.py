@@ -81,6 +81,23 @@ def test_sums_tiles_of_several_units():
   assert_summed(sums, replicas, homes, "chain")
 
 
+def test_rounds_complete_sums_of_bfloat16_homes():
+  """Beside float32 ones, in several tiles and units: float32 sums, rounded once, at the end."""
+  replicas, homes = gradients("chain", (3, 2048), (8,))
+  homes = [homes[0].astype(jnp.bfloat16), homes[1]]
+  with interpreted():
+    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=8192))
+    sums = run(replicas, homes, *plan("chain"))
+  assert [each.dtype for each in sums] == [jnp.bfloat16, jnp.float32]
+  expected = np.array(homes[0].astype(jnp.float32))
+  expert_R = np.array(PLANS["chain"][0]).reshape(-1)
+  np.add.at(expected, expert_R[expert_R >= 0], np.asarray(replicas[0])[expert_R >= 0])
+  np.testing.assert_array_equal(
+    np.asarray(sums[0], np.float32), np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
+  )
+  assert_summed(sums[1:], replicas[1:], homes[1:], "chain")
+
+
 def test_sums_in_the_order_of_the_ranks():
   """Own value, then children by rank: float32 sums that depend on the order."""
   rng = np.random.default_rng(0)
@@ -324,7 +341,8 @@ def test_work_lists_count_every_slot_once_and_never_wait_for_ever(placement):
     ),
     (((8,), "float32"), ((4,), "float32"), ValueError, r"replicas: expected shapes \[\(2, 4\)\]"),
     (((8,), "bfloat16"), ((8,), "float32"), NotImplementedError, "replicas: expected float32"),
-    (((8,), "float32"), ((8,), "bfloat16"), NotImplementedError, "homes: expected float32"),
+    (((8,), "float32"), ((8,), "float16"), NotImplementedError, "homes: expected bfloat16 or fl"),
+    (((8,), "float32"), ((8,), "bfloat16"), NotImplementedError, "homes: expected a multiple of 1"),
   ],
 )
 def test_rejects_arrays(replica, home, error, message):

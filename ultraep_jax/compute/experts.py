@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
@@ -159,6 +160,7 @@ def expert_backward(
   activation: Activation,
   *,
   into: ExpertWeights | None = None,
+  weight_grad_dtype: DTypeLike = jnp.float32,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
 ) -> ExpertGrads:
@@ -178,6 +180,8 @@ def expert_backward(
     activation: of the forward pass.
     into: gradients of the home weights, to which these are added, in place where XLA can. The
       copies must be known.
+    weight_grad_dtype: of the gradients of the home weights' matrices. Those of copies are float32,
+      and each sum is rounded once before they are added and once after.
     implementations: of the matmuls, to try in order.
     tunings: how kernels are laid out.
   """
@@ -187,7 +191,7 @@ def expert_backward(
     "num_home": home.wo.shape[0],
     "filled_S": replicas.filled_S(),
   }
-  wgrad = functools.partial(wgrad_beside, **groups, **options)
+  wgrad = functools.partial(wgrad_beside, **groups, **options, home_dtype=weight_grad_dtype)
   sums = functools.partial(slot_sums, **groups, **options)
   inner_CF, inner_vjp = jax.vjp(
     lambda hidden: activations.inner(hidden, home.layout, activation), hidden

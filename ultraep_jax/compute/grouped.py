@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
@@ -101,10 +102,12 @@ def wgrad_beside(
   implementations: Implementations,
   tunings: Tunings,
   into_MKN: Array | None = None,
+  home_dtype: DTypeLike = jnp.float32,
 ) -> tuple[tuple[Array, Array], Any]:
   """Gradients to weights, anything for slots that are not filled, and the result of a transfer.
 
-  Those of home slots are added to ``into_MKN``, float32; not with a transfer.
+  Those of home slots are rounded to ``home_dtype``, or added to ``into_MKN``, float32; not with a
+  transfer.
   """
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
@@ -112,14 +115,16 @@ def wgrad_beside(
 
   def by_kernel() -> tuple[tuple[Array, Array], Any]:
     options: Any = {"filled_S": filled_S, "into_MKN": into_MKN, "tuning": tuning}
+    options["home_dtype"] = home_dtype
     if transfer is None:
       return kernels.grouped_matmul_wgrad(*arguments, **options), None
     return kernels.wgrad_beside(transfer, *arguments, **options)
 
-  candidates = {
-    "mosaic_gpu": by_kernel,
-    "portable": lambda: (tile_matmul.wgrad(*arguments, into_MKN), transfer and transfer.launch()),
-  }
+  def portable() -> tuple[tuple[Array, Array], Any]:
+    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN)
+    return (home_MKN.astype(home_dtype), replica_SKN), transfer and transfer.launch()
+
+  candidates = {"mosaic_gpu": by_kernel, "portable": portable}
   return first_that_can(implementations, candidates)
 
 

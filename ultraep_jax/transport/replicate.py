@@ -78,6 +78,8 @@ def reduce_replicas[T](
 ) -> T:
   """Adds every replica slot's gradient to its expert's home gradient, in a fixed order.
 
+  Sums are of float32. Those of bfloat16 homes are rounded when they are complete.
+
   Args:
     replica: a pytree of ``[S, ...]`` gradients of this rank's replica slots.
     home: the same pytree of ``[M, ...]`` gradients of this rank's home experts.

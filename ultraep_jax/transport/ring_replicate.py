@@ -66,8 +66,11 @@ def reduce_replicas[T](
 
     return replica, jax.tree.map(add, home, replica)
 
-  carry = to_varying((replica, home), axes)
-  return lax.fori_loop(jnp.int32(0), ring.hops, hop, carry)[1]
+  # A sum is rounded when it is complete.
+  sums = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), home)
+  carry = to_varying((replica, sums), axes)
+  sums = lax.fori_loop(jnp.int32(0), ring.hops, hop, carry)[1]
+  return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums, home)
 
 
 @dataclasses.dataclass(frozen=True)
