@@ -1,7 +1,7 @@
 """Times the grouped matmuls beside PyTorch's: ``python tests/beside_pytorch.py``.
 
 Needs one Hopper GPU and PyTorch >= 2.8, whose ``_grouped_mm`` is called. Both have groups of the
-same sizes and run in turn, in one process. PyTorch's weight gradients are bfloat16, ours float32.
+same sizes and run in turn, in one process. Weight gradients are bfloat16, ours of copies float32.
 """
 
 import argparse

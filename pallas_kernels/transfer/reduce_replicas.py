@@ -270,20 +270,6 @@ def _kernel(
         sender = lax.div(child, num_slots)
         peers.signal(acknowledged.at[lax.rem(child, num_slots)], sender, axis_name)
 
-  def widen(home: Any, offset: Array, length: int) -> None:
-    """Loads the own tile of a bfloat16 home. TMA converts nothing, so registers do."""
-    for start in range(0, length, _UNIT):
-      unit = plgpu.load(home.at[pl.ds(offset + start, _UNIT)], layout=_ROUNDED, optimized=False)
-      own_buffer[pl.ds(start, _UNIT)] = unit.astype(jnp.float32)
-    plgpu.commit_smem()
-
-  def narrow(home: Any, offset: Array, length: int) -> None:
-    """Stores the own tile of a bfloat16 home."""
-    for start in range(0, length, _UNIT):
-      unit = plgpu.load(own_buffer.at[pl.ds(start, _UNIT)], layout=_ROUNDED, optimized=False)
-      home[pl.ds(offset + start, _UNIT)] = unit.astype(home.dtype)
-    plgpu.commit_smem()  # read by all threads before the next tile is loaded
-
   def send(step: Array, slot: Array, parent: Array, length: int) -> None:
     """Sends the own tile of a slot to the inbox of its parent."""
     there = place(rank * num_slots + slot, parent)
@@ -310,7 +296,7 @@ def _kernel(
     @when(slot < 0)
     def _() -> None:
       if rounded:
-        widen(home.at[source], offset, each.length)
+        _load_widened(home.at[source], own_buffer, offset, each.length)
       else:
         load(home.at[source, part], buffer, own_loaded)
         plgpu.barrier_wait(own_loaded)
@@ -325,7 +311,7 @@ def _kernel(
     @when(slot < 0)
     def _() -> None:
       if rounded:
-        narrow(home.at[source], offset, each.length)
+        _store_rounded(own_buffer, home.at[source], offset, each.length)
       else:
         plgpu.copy_smem_to_gmem(buffer, home.at[source, part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -349,6 +335,22 @@ def _kernel(
     each.each(worker, num_workers, reduce_all)
 
   plgpu.wait_smem_to_gmem(0)
+
+
+def _load_widened(home: Any, buffer: Any, offset: Array, length: int) -> None:
+  """Loads the own tile of a bfloat16 home. TMA converts nothing, so registers do."""
+  for start in range(0, length, _UNIT):
+    unit = plgpu.load(home.at[pl.ds(offset + start, _UNIT)], layout=_ROUNDED, optimized=False)
+    buffer[pl.ds(start, _UNIT)] = unit.astype(jnp.float32)
+  plgpu.commit_smem()
+
+
+def _store_rounded(buffer: Any, home: Any, offset: Array, length: int) -> None:
+  """Stores the own tile of a bfloat16 home."""
+  for start in range(0, length, _UNIT):
+    unit = plgpu.load(buffer.at[pl.ds(start, _UNIT)], layout=_ROUNDED, optimized=False)
+    home[pl.ds(offset + start, _UNIT)] = unit.astype(home.dtype)
+  plgpu.commit_smem()  # read by all threads before the next tile is loaded
 
 
 def _check(

@@ -67,7 +67,7 @@ def reduce_replicas[T](
     return replica, jax.tree.map(add, home, replica)
 
   # A sum is rounded when it is complete.
-  sums = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), home)
+  sums = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), home)
   carry = to_varying((replica, sums), axes)
   sums = lax.fori_loop(jnp.int32(0), ring.hops, hop, carry)[1]
   return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums, home)

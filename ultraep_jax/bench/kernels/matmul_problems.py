@@ -253,8 +253,8 @@ def _product(problem: Problem) -> Parts:
 def _wgrad(problem: Problem) -> Parts:
   numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
-  def kernel(rows: Array, grad: Array, sizes: Array, **tuning: Any) -> Any:
-    return grouped_matmul_wgrad(rows, grad, sizes, problem.home, **tuning)
+  # As in a layer with bfloat16 parameters.
+  kernel = functools.partial(grouped_matmul_wgrad, num_home=problem.home, home_dtype=jnp.bfloat16)
 
   def dense(rows: Array, grad: Array) -> Array:
     return jnp.einsum("ck,cn->kn", rows, grad, preferred_element_type=jnp.float32)

@@ -65,11 +65,11 @@ def floor(shape: Shape, ranks: int, tokens: int, direction: str, rates: Rates) -
   weights = used * expert * _BYTES
   # Both matmuls read their input and write their output.
   row = (2 * shape.width + 2 * shape.inner) * _BYTES
-  # Backward reads the weights again, writes their gradients in float32, and of rows reads the
+  # Backward reads the weights again, writes their gradients, and of rows reads the
   # gradient and what forward kept, and writes gradients of hidden and input.
   memory = weights + rows * row
   if train:
-    memory += weights + home * expert * 4 + rows * (3 * shape.width + 6 * shape.inner) * _BYTES
+    memory += weights + home * expert * _BYTES + rows * (3 * shape.width + 6 * shape.inner) * _BYTES
   crossing = tokens * _ranks_of_token(shape, ranks) * shape.width * _BYTES
   return Floor(
     flops=2 * rows * expert * (3 if train else 1) / rates.flops,
