@@ -261,10 +261,11 @@ def _wgrad(problem: Problem) -> Parts:
 
   def ragged(rows: Array, grad: Array, sizes: Array) -> tuple[Array, Array]:
     grads = lax.ragged_dot_general(rows, grad, sizes, numbers, preferred_element_type=jnp.float32)
-    return grads[: problem.home], grads[problem.home :]
+    return grads[: problem.home].astype(jnp.bfloat16), grads[problem.home :]
 
-  def portable(rows: Array, grad: Array, sizes: Array) -> Any:
-    return grouped.grouped_matmul_wgrad(rows, grad, sizes, problem.home)
+  def portable(rows: Array, grad: Array, sizes: Array) -> tuple[Array, Array]:
+    home, replica = grouped.grouped_matmul_wgrad(rows, grad, sizes, problem.home)
+    return home.astype(jnp.bfloat16), replica
 
   return Parts(
     shapes=tuple((problem.rows, width) for width in problem.widths),
