@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul.layout import UNIT, Array, sum_before
 
-_LARGE_GROUP = 1024  # rows of a slot on average, of which a short tile is a small part
 _SMALL_GROUP = 320  # the weights of fewer rows take an H100 as long to read twice as to multiply
 _LARGE_WEIGHTS = 18_000_000  # bytes of a slot; the cache of a GPU holds two or three such slots
 
@@ -66,13 +65,12 @@ def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
   """Where ``MatmulTuning.short_last`` does not say it.
 
   Tiles of unequal length, one after the other, make blocks drift apart. If weights are large,
-  blocks then work on more of them than the cache holds. If weights are small or have few rows, it
-  costs more to read them again for short tiles at the end.
+  blocks then work on more of them than the cache holds. Small weights stay there; to come back to
+  them at the end costs what it saves, or more. So do few rows, whose weights are read twice then.
 
   Args:
     capacity: rows of all slots.
     num_slots: P.
     slot_bytes: of the weights that a slot's rows are multiplied by.
   """
-  least = _SMALL_GROUP if slot_bytes >= _LARGE_WEIGHTS else _LARGE_GROUP
-  return capacity >= least * num_slots
+  return slot_bytes >= _LARGE_WEIGHTS and capacity >= _SMALL_GROUP * num_slots

@@ -64,8 +64,9 @@ def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, size
 @pytest.mark.parametrize(
   ("capacity", "slots", "weights", "last"),
   [
-    (65536, 16, 2048 * 768, True),  # large groups
-    (65536, 128, 7168 * 2048, True),  # groups of 512 rows, of large weights
+    (65536, 16, 7168 * 2048, True),  # groups of 4096 rows, of large weights
+    (65536, 16, 2048 * 768, False),  # of small ones
+    (65536, 128, 7168 * 2048, True),  # of 512 rows
     (65536, 256, 7168 * 2048, False),  # of 256
     (65536, 128, 2 * 4096 * 1536, True),  # of a gated projection or a sum
     (65536, 128, 4096 * 1536, False),
@@ -73,7 +74,7 @@ def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, size
     (81920, 512, 2 * 2048 * 512, False),
   ],
 )
-def test_short_tiles_come_last_where_groups_are_large_for_their_weights(
+def test_short_tiles_come_last_where_weights_are_large_and_groups_not_small(
   capacity, slots, weights, last
 ):
   assert module.short_comes_last(capacity, slots, 2 * weights) == last
