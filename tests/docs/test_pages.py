@@ -3,13 +3,13 @@
 import os
 import pathlib
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import kept_programs
 import make_figures
 import make_site
 import pytest
+from forks import Forks, forks
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = sorted(ROOT.glob("docs/*.md"))
@@ -40,12 +40,9 @@ def clone(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_code_of_a_page_runs_as_pasted(page, clone):
-  code = code_of(page)
-  if "make_mesh((8,)" in code:
-    lines = [line for line in code.splitlines() if line]
-    assert lines.index("import jax") + 1 == lines.index(DEVICES) and lines.count(DEVICES) == 1
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> Iterator[Forks]:
+  """Where the code of each page runs as a program of its own."""
   environment = os.environ | kept_programs.settings()
   environment |= {
     "XLA_FLAGS": re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"]),  # pages say how many
@@ -53,17 +50,31 @@ def test_code_of_a_page_runs_as_pasted(page, clone):
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "PYTHONPATH": str(ROOT),
   }
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=clone,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  with forks(environment, tmp_path_factory.mktemp("printed")) as started:
+    yield started
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_code_of_a_page_runs_as_pasted(page, pages, clone):
+  code = code_of(page)
+  if "make_mesh((8,)" in code:
+    lines = [line for line in code.splitlines() if line]
+    assert lines.index("import jax") + 1 == lines.index(DEVICES) and lines.count(DEVICES) == 1
+  status, out, errors = pages.run(code, cwd=clone)
+  assert status == 0, errors[-3000:]
   for shown in PRINTED.findall(page.read_text()):
-    assert shown in done.stdout
+    assert shown in out
+
+
+def test_pages_are_programs_of_their_own(pages, clone):
+  """One asks for devices and sets a mesh, of which the next one knows nothing; one fails."""
+  define = "import jax\nname, mesh = 1, jax.set_mesh(jax.make_mesh((1,), ('a',)))\n"
+  assert pages.run(define + "print(jax.device_count())", clone)[:2] == (0, "1\n")
+  look = f"import jax, os\n{DEVICES}\n"
+  look += "print(jax.device_count(), jax.sharding.get_mesh().empty, os.getcwd())\nname"
+  status, out, errors = pages.run(look, clone)
+  assert (status, out) == (1, f"8 True {clone}\n")
+  assert errors.endswith("NameError: name 'name' is not defined\n")
 
 
 # --- words -----------------------------------------------------------------------------------
