@@ -16,7 +16,21 @@ from ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/launch.py"
-WORKER = ROOT / "tests/helpers/multiprocess_worker.py"
+# Step by step, each process waits for the other.
+TOGETHER = """
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+def sum_of_all():
+  return lax.psum(lax.axis_index("rank"), "rank")
+
+mesh = jax.make_mesh((2,), ("rank",))
+step = jax.jit(jax.shard_map(sum_of_all, mesh=mesh, in_specs=(), out_specs=P()))
+for i in range(10**6):
+  assert int(step()) == 1
+  print("step", i, flush=True)
+"""
 
 
 @pytest.fixture
@@ -59,9 +73,10 @@ def finish(launcher: subprocess.Popen, seconds: float = 120) -> tuple[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_killed_process_ends_those_of_all_hosts_with_a_message_each(start):
-  training = (WORKER, 0, 1, 0, "", 10**6)  # a layer and its gradients, step by step
-  first, second = (start(*args, *training, devices=4) for args in hosts(free_port(), heartbeat=4))
+def test_a_killed_process_ends_those_of_all_hosts_with_a_message_each(start, tmp_path):
+  program = tmp_path / "together.py"
+  program.write_text(TOGETHER)
+  first, second = (start(*args, program) for args in hosts(free_port(), heartbeat=4))
   while "step 1" not in (line := first.stdout.readline()):
     assert line, finish(first)[1][-3000:]
   started = second.stderr.readline()

@@ -1,4 +1,4 @@
-"""EP 64 and 72: the whole layer, forward and every gradient, against a dense one.
+"""Many ranks, or several hosts: the whole layer, forward and every gradient, against a dense one.
 
 In processes of their own, which have as many virtual devices.
 """
@@ -50,22 +50,26 @@ def test_72_ranks_with_domains_of_8():
 
 def test_64_ranks_of_two_processes():
   """With domains as JAX tells them: one, of a host."""
-  port = free_port()
-  pair = [start(32, port, 2, process, "64:auto") for process in range(2)]
-  first, second = map(results, pair)
-  assert first == second
-  assert first["error"] < 1e-6 and first["replicas"] > 8
-  assert first["imbalance_before"] == pytest.approx(4.0, abs=0.01)
-  assert first["imbalance_after"] == pytest.approx(first["imbalance_floor"], abs=0.005)
-  assert first["imbalance_after"] < 1.01
+  first, second = run_pair(32, "64:auto")
+  for result in (first, second):
+    assert result["error"] < 1e-6 and result["replicas"] > 8
+    assert result["imbalance_before"] == pytest.approx(4.0, abs=0.01)
+    assert result["imbalance_after"] == pytest.approx(result["imbalance_floor"], abs=0.005)
+    assert result["imbalance_after"] < 1.01
 
 
 def test_two_hosts(tmp_path):
   """Copies stay on a host, and tokens cross between them once a node."""
-  port, prefix = free_port(), other_host(tmp_path)
-  pair = [start(4, port, 2, i, "8:auto", prefix=prefix * i) for i in range(2)]
+  for result in run_pair(4, "8:auto", prefix=other_host(tmp_path)):
+    assert result["error"] < 1e-6 and result["replicas"] > 0
+    assert result["imbalance_after"] < result["imbalance_before"]
+    assert result["imbalance_floor"] > 1.2  # a host has more than its share
+
+
+def run_pair(devices: int, case: str, prefix: tuple[str, ...] = ()) -> list[dict[str, float]]:
+  """What two processes of so many devices print, each with the error of its own part."""
+  port = free_port()
+  pair = [start(devices, port, 2, i, case, prefix=prefix * i) for i in range(2)]
   first, second = map(results, pair)
-  assert first == second
-  assert first["error"] < 1e-6 and first["replicas"] > 0
-  assert first["imbalance_after"] < first["imbalance_before"]
-  assert first["imbalance_floor"] > 1.2  # a host has more than its share
+  assert first | {"error": 0} == second | {"error": 0}
+  return [first, second]

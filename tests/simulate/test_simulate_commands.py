@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ultraep_jax import cli
+from ultraep_jax.commands import paper as paper_command
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate import paper, published, scaling
 from ultraep_jax.testing import zipf_loads
@@ -106,8 +107,11 @@ def test_simulate_refuses_other_files(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_paper_repeats_the_evaluation(tmp_path, capsys):
-  """What the evaluation has to show, at the size of ``--quick``."""
+def test_paper_repeats_the_evaluation(tmp_path, monkeypatch, capsys):
+  """What the evaluation has to show, with half the steps of ``--quick``."""
+  few = paper.QUICK._replace(steps=20)
+  for module in (paper, paper_command):
+    monkeypatch.setattr(module, "QUICK", few)
   assert cli.main(["paper", "--quick", "--out", str(tmp_path)]) == 0
   out = capsys.readouterr().out
   assert "published" in out and "the paper" in out and "assumed" in out

@@ -42,7 +42,7 @@ class Effort(NamedTuple):
   layers: int = 1
 
 
-QUICK = Effort(seeds=1, steps=20, layers=1)
+QUICK = Effort(seeds=1, steps=40, layers=1)
 
 
 class Row(NamedTuple):
