@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from pallas_kernels.matmul.gated import Gated, Projections, gated_beside, gated_matmul
   from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
-  from pallas_kernels.matmul.layout import UNIT, MatmulTuning, Tile, choose_tile, make_room
-  from pallas_kernels.matmul.row_tiles import short_comes_last
+  from pallas_kernels.matmul.layout import EVEN, UNIT, MatmulTuning, Tile, choose_tile, make_room
+  from pallas_kernels.matmul.row_tiles import even_tiles_pay, short_comes_last
   from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
   "COMBINING",
+  "EVEN",
   "HOPPER",
   "IN_TURNS",
   "NEEDS",
@@ -63,6 +64,7 @@ __all__ = [
   "device",
   "dispatch",
   "dispatch_scaled",
+  "even_tiles_pay",
   "gated_beside",
   "gated_matmul",
   "grouped_matmul",
@@ -86,8 +88,8 @@ __all__ = [
 _MODULES = {
   "matmul.gated": ("Gated", "Projections", "gated_beside", "gated_matmul"),
   "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
-  "matmul.layout": ("UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
-  "matmul.row_tiles": ("short_comes_last",),
+  "matmul.layout": ("EVEN", "UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
+  "matmul.row_tiles": ("even_tiles_pay", "short_comes_last"),
   "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),

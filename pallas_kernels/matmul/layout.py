@@ -6,6 +6,8 @@ Two layouts of a block's sums, both 128 for each thread of the two warpgroups th
 
   128 × 256, together    each warpgroup has 64 rows of the tile
   128 × 128, in turns    each warpgroup has a tile of its own
+
+A third one is for groups of any size: see ``EVEN``.
 """
 
 import dataclasses
@@ -25,6 +27,8 @@ MULTIPLYING = 2  # warpgroups of a block
 WARPGROUPS = MULTIPLYING + 1  # with the one that loads
 _WIDEST = 256  # columns of a tile of one weight: of one instruction
 _WAVES_BESIDE = 7  # see ``make_room``
+EVEN_SIZES = (32, 64, 96, 112, 128, 144, 160, 176, 192)  # rows of even tiles
+EVEN_COLS = 128  # columns of these, of all weights together
 
 Schedule = Literal["together", "deferred", "in_turns"]
 
@@ -65,6 +69,10 @@ class MatmulTuning:
     short_last: whether tiles of fewer rows come after all others, so that blocks finish together,
       or each after those of its group, whose weights are in the cache. ``None``: if groups are
       large, or not small and their weights large. Weight gradients have no such tiles.
+    even: whether each group is divided into tiles of equally many rows, as few as there can be.
+      They are laid out as ``EVEN``: of the other fields, blocks and waves count. ``None``: where
+      groups are not small, unless a transfer runs beside. Neither interleaved columns nor weight
+      gradients have such tiles.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around
@@ -85,6 +93,7 @@ class MatmulTuning:
   blocks: int | None = None
   waves: int = 1
   short_last: bool | None = None
+  even: bool | None = None
   cluster: int = 1
   auto_barriers: bool = True
 
@@ -95,8 +104,9 @@ class MatmulTuning:
     if self.blocks is not None:
       check_positive(self, "blocks")
     self._check_tile()
-    if self.short_last not in (None, True, False):
-      raise TypeError(f"short_last: expected a bool or None, got {self.short_last!r}")
+    for name in ("short_last", "even"):
+      if (value := getattr(self, name)) not in (None, True, False):
+        raise TypeError(f"{name}: expected a bool or None, got {value!r}")
     if not isinstance(self.auto_barriers, bool):
       raise TypeError(f"auto_barriers: expected a bool, got {type(self.auto_barriers).__name__}")
     if self.blocks is not None and self.blocks % self.cluster:
@@ -157,6 +167,11 @@ class MatmulTuning:
   def store_bytes(self) -> int:
     """Of the pieces to be stored."""
     return 2 * MULTIPLYING * self.buffers * 64 * 64
+
+
+# Of even tiles. Each warpgroup has a tile of its own: the sums of the largest fill its registers.
+# Blocks share the columns of half a band of others, as their tiles have half of the columns.
+EVEN = MatmulTuning("in_turns", rows=EVEN_SIZES[-1], cols=EVEN_COLS, band=1024, even=True)
 
 
 @dataclasses.dataclass(frozen=True)

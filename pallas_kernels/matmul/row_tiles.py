@@ -5,13 +5,21 @@ Groups of 300, 90, 0 and 122 rows, tiles of 128 rows, short ones in units of 64:
   slot 0   rows   0–127, 128–255, and 236–299: a tile of 64 that ends with the group
   slot 1   rows 300–427; 90 are stored: the group is smaller than its tile
   slot 3   rows 390–517; 122 are stored
+
+The same groups in even tiles of at most 192 rows::
+
+  slot 0   rows   0–159, and 140–299: two tiles, of 160 rows each
+  slot 1   rows 300–395; 90 are stored
+  slot 3   rows 390–517; 122 are stored
 """
 
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.layout import UNIT, Array, sum_before
+from pallas_kernels.matmul.layout import EVEN_SIZES, UNIT, sum_before
+from pallas_kernels.support import Array
 
 _SMALL_GROUP = 320  # the weights of fewer rows take an H100 as long to read twice as to multiply
+_LEAST_EVEN = 96  # rows of a slot; most of smaller groups are stored in part by either kind of tile
 _LARGE_WEIGHTS = 18_000_000  # bytes of a slot; the cache of a GPU holds two or three such slots
 
 
@@ -74,3 +82,32 @@ def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
     slot_bytes: of the weights that a slot's rows are multiplied by.
   """
   return slot_bytes >= _LARGE_WEIGHTS and capacity >= _SMALL_GROUP * num_slots
+
+
+def even_row_tiles(capacity: int, group_size_P: Array, slots: range) -> Array:
+  """As ``row_tiles``: each group in as few tiles as there can be, all of equally many rows.
+
+  That is the least of ``EVEN_SIZES`` that is enough. The last tile ends with its group, so it may
+  begin inside the one before.
+  """
+  most, num_slots = EVEN_SIZES[-1], len(slots)
+  start_P = sum_before(group_size_P)[slots.start : slots.stop]
+  group_size_P = group_size_P[slots.start : slots.stop]
+  tiles_P = -(-group_size_P // most)
+  least_P = -(-group_size_P // jnp.maximum(tiles_P, 1))
+  sizes = jnp.array(EVEN_SIZES, jnp.int32)
+  rows_P = jnp.min(jnp.where(sizes[None, :] >= least_P[:, None], sizes[None, :], most), axis=1)
+  stored_P = jnp.minimum(rows_P, group_size_P)
+  before_P = sum_before(tiles_P)
+  tile_T = jnp.arange(capacity // most + num_slots, dtype=jnp.int32)
+  ended_TP = (before_P + tiles_P)[None, :] <= tile_T[:, None]
+  slot_T = jnp.minimum(jnp.sum(ended_TP, axis=1, dtype=jnp.int32), num_slots - 1)
+  first_T = (tile_T - before_P[slot_T]) * stored_P[slot_T]
+  first_T = start_P[slot_T] + jnp.minimum(first_T, (group_size_P - stored_P)[slot_T])
+  num_tiles_T = jnp.broadcast_to(jnp.sum(tiles_P, dtype=jnp.int32), tile_T.shape)
+  return jnp.stack([slot_T, first_T, stored_P[slot_T], num_tiles_T])
+
+
+def even_tiles_pay(capacity: int, num_slots: int) -> bool:
+  """Where ``MatmulTuning.even`` does not say it: rows of all P slots are not few."""
+  return capacity >= _LEAST_EVEN * num_slots

@@ -5,7 +5,8 @@ Mosaic GPU starts a process that asks ptxas for its version (jax 0.11.2 to 0.12.
 gradient has 900 of them, most of its time to compile. Selecting an integer asks nobody.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +30,12 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
 def cond(condition: Array, holds: Callable[[], Any], fails: Callable[[], Any]) -> Any:
   """``lax.cond`` without operands."""
   return lax.switch(one_if(condition), [fails, holds])
+
+
+def for_size(count: Array, sizes: Sequence[int], body: Callable[[int], None]) -> None:
+  """Calls ``body`` with the smallest of ascending sizes that is ``count`` or more, or the last."""
+  larger = sum((one_if(count > size) for size in sizes[:-1]), jnp.int32(0))
+  lax.switch(larger, [functools.partial(body, size) for size in sizes])
 
 
 def one_if(condition: Array) -> Array:

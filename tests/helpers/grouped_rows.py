@@ -16,11 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul import pipeline
 from pallas_kernels.matmul.layout import MatmulTuning
 
-TOGETHER = MatmulTuning(blocks=2)
-LARGE_TILES = MatmulTuning(rows=256, cols=192, stages=3, blocks=2)
-DEFERRED = MatmulTuning("deferred", blocks=2)
-IN_TURNS = MatmulTuning("in_turns", stages=6, blocks=2)
-IN_PAIRS = MatmulTuning("in_turns", stages=6, blocks=4, cluster=2)
+TOGETHER = MatmulTuning(blocks=2, even=False)
+LARGE_TILES = MatmulTuning(rows=256, cols=192, stages=3, blocks=2, even=False)
+DEFERRED = MatmulTuning("deferred", blocks=2, even=False)
+IN_TURNS = MatmulTuning("in_turns", stages=6, blocks=2, even=False)
+IN_PAIRS = MatmulTuning("in_turns", stages=6, blocks=4, cluster=2, even=False)
+EVEN = MatmulTuning(blocks=2, even=True)
 
 CAPACITY = 640
 

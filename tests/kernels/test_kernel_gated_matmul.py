@@ -9,6 +9,7 @@ import pytest
 from grouped_rows import (
   CAPACITY,
   DEFERRED,
+  EVEN,
   FEW,
   IN_PAIRS,
   IN_TURNS,
@@ -82,11 +83,15 @@ def lowered(
     ("interleaved", True, "together"),
     ("ungated", False, "together"),
     ("ungated", True, "deferred"),
+    ("apart", True, "even"),
+    ("fused", False, "even"),
   ],
 )
 def test_every_form_lowers_to_one_kernel_and_no_copy_of_weights(columns, keep_hidden, schedule):
   unit = jax.nn.relu if columns == "ungated" else clamped
-  tuning = MatmulTuning(schedule, stages=6 if schedule == "in_turns" else 4)
+  stages = 6 if schedule == "in_turns" else 4
+  even = schedule == "even"
+  tuning = MatmulTuning(even=True) if even else MatmulTuning(schedule, stages=stages, even=False)
   text = lowered(unit, keep_hidden, columns=columns, biases=True, tuning=tuning)
   assert text.count("custom_call @mosaic_gpu") == 1
   assert "stablehlo.multiply" not in "".join(x for x in text.splitlines() if "bf16" in x)
@@ -177,6 +182,8 @@ def check(
     (IN_TURNS, 4, SIZES[0]),
     (IN_TURNS, 4, SIZES[3]),
     (IN_PAIRS, 3, SIZES[1]),
+    (EVEN, 2, SIZES[0]),
+    (EVEN, 3, SIZES[1]),
   ],
 )
 def test_gated_interpreted(tuning, num_home, sizes):
@@ -191,6 +198,9 @@ def test_gated_interpreted(tuning, num_home, sizes):
     ("interleaved", IN_TURNS, 64, False),
     ("interleaved", IN_PAIRS, 192, True),
     ("ungated", TOGETHER, 64, False),
+    ("fused", EVEN, 192, True),
+    ("ungated", EVEN, 64, True),
+    ("interleaved", EVEN, 64, True),
   ],
 )
 def test_forms_interpreted(columns, tuning, cols, biases):
@@ -206,7 +216,7 @@ def check_form(columns, tuning, cols, biases, keep_hidden=True):
 
 @pytest.mark.parametrize(
   ("capacity", "tuning", "depth", "cols"),
-  [(1, TOGETHER, 64, 64), (63, IN_TURNS, 64, 192), (255, TOGETHER, 192, 320)],
+  [(1, TOGETHER, 64, 64), (63, IN_TURNS, 64, 192), (255, EVEN, 192, 320)],
 )
 def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols):
   options = {"keep_hidden": True, "num_home": 2, "unit": reglu}
@@ -216,7 +226,7 @@ def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols):
 
 @pytest.mark.parametrize(
   ("columns", "tuning"),
-  [("apart", TOGETHER), ("fused", DEFERRED), ("interleaved", TOGETHER), ("ungated", DEFERRED)],
+  [("apart", TOGETHER), ("fused", DEFERRED), ("interleaved", TOGETHER), ("ungated", EVEN)],
 )
 def test_inner_is_the_same_without_hidden(columns, tuning):
   one, other = (check_form(columns, tuning, 192, True, keep) for keep in (True, False))
@@ -234,14 +244,17 @@ SPLITS = [[0, 77, 0, 50], [150, 70, 1, 300], [300, 340, 0, 0], [0, 0, 640, 0], [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keep_hidden", "columns"), [(True, "apart"), (False, "interleaved")])
-def test_home_and_replica_slots_apart_give_the_same_bits(keep_hidden, columns):
+@pytest.mark.parametrize(
+  ("keep_hidden", "columns", "tuning"),
+  [(True, "apart", TOGETHER), (False, "interleaved", TOGETHER), (True, "apart", EVEN)],
+)
+def test_home_and_replica_slots_apart_give_the_same_bits(keep_hidden, columns, tuning):
   rng = np.random.default_rng(0)
   biases = columns != "apart"
   weights = [
     projections(functools.partial(exact, rng), columns, biases, 2, 64, 128) for _ in range(2)
   ]
-  options = {"unit": reglu, "keep_hidden": keep_hidden, "tuning": TOGETHER, "columns": columns}
+  options = {"unit": reglu, "keep_hidden": keep_hidden, "tuning": tuning, "columns": columns}
   whole, apart = (jax.jit(functools.partial(f, **options)) for f in (gated_matmul, split))
   for sizes in SPLITS:
     arguments = used_rows(rng, sizes, 64), *weights, jnp.array(sizes)
@@ -287,7 +300,13 @@ def test_both_kernels_run_again_under_checkpoint():
 
 @pytest.mark.parametrize(
   ("tuning", "columns"),
-  [(TOGETHER, "apart"), (DEFERRED, "apart"), (IN_TURNS, "apart"), (TOGETHER, "interleaved")],
+  [
+    (TOGETHER, "apart"),
+    (DEFERRED, "apart"),
+    (IN_TURNS, "apart"),
+    (TOGETHER, "interleaved"),
+    (EVEN, "apart"),
+  ],
 )
 def test_gated_has_no_race(tuning, columns):
   options = {"columns": columns, "biases": columns != "apart"}

@@ -9,6 +9,7 @@ import pytest
 from grouped_rows import (
   CAPACITY,
   DEFERRED,
+  EVEN,
   FEW,
   IN_PAIRS,
   IN_TURNS,
@@ -36,13 +37,14 @@ SHAPES = [
   (259, 64, 192, 2, 1),
   (1, 64, 64, 3, 1),
 ]
-TUNINGS = {
-  "together": MatmulTuning(),
-  "deferred": MatmulTuning("deferred", auto_barriers=False),
-  "large tiles": MatmulTuning(rows=256, cols=192, stages=3),
-  "in_turns": MatmulTuning("in_turns", stages=6, waves=2),
-  "in_pairs": MatmulTuning("in_turns", stages=6, cluster=2),
-}
+TUNINGS = [
+  MatmulTuning(even=False),
+  MatmulTuning("deferred", auto_barriers=False, even=False),
+  MatmulTuning(rows=256, cols=192, stages=3, even=False),
+  MatmulTuning("in_turns", stages=6, waves=2, even=False),
+  MatmulTuning("in_turns", stages=6, cluster=2, even=False),
+  MatmulTuning(even=True),
+]
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -50,7 +52,7 @@ TUNINGS = {
 def test_matmul_lowers(number, transpose):
   """Each shape and each tuning, transposed and not."""
   c, k, n, m, s = SHAPES[number]
-  tuning = [*TUNINGS.values()][(number + transpose) % len(TUNINGS)]
+  tuning = TUNINGS[(number + transpose) % len(TUNINGS)]
   weights = (n, k) if transpose else (k, n)
   f = functools.partial(grouped_matmul, transpose_rhs=transpose, tuning=tuning)
   sizes = shape(m + s, dtype=jnp.int32)
@@ -85,6 +87,8 @@ def check(sizes, tuning, transpose, num_home, cols, depth=128, capacity=CAPACITY
     (TOGETHER, True, 4, 384),
     (DEFERRED, False, 2, 256),
     (IN_TURNS, False, 3, 384),
+    (EVEN, True, 2, 256),
+    (EVEN, False, 3, 192),
   ],
 )
 def test_matmul_interpreted(sizes, tuning, transpose, num_home, cols):
@@ -100,6 +104,9 @@ def test_matmul_interpreted(sizes, tuning, transpose, num_home, cols):
     (7, IN_TURNS, False, 64, 192),
     (63, DEFERRED, False, 128, 448),
     (255, LARGE_TILES, True, 64, 320),
+    (1, EVEN, False, 64, 64),
+    (63, EVEN, True, 64, 192),
+    (255, EVEN, False, 64, 320),
   ],
 )
 def test_few_rows_and_any_multiple_of_64(capacity, tuning, transpose, depth, cols):
@@ -110,14 +117,20 @@ def test_few_rows_and_any_multiple_of_64(capacity, tuning, transpose, depth, col
 # Fewer steps than there is to store meanwhile; groups of whole tiles, so that none races.
 @pytest.mark.parametrize(
   ("tuning", "depth", "cols"),
-  [(TOGETHER, 128, 512), (DEFERRED, 64, 512), (IN_TURNS, 448, 256), (IN_PAIRS, 128, 256)],
+  [
+    (TOGETHER, 128, 512),
+    (DEFERRED, 64, 512),
+    (IN_TURNS, 448, 256),
+    (IN_PAIRS, 128, 256),
+    (EVEN, 448, 256),
+  ],
 )
 def test_matmul_has_no_race(tuning, depth, cols):
   with interpreted(races=True):
     check(WHOLE, tuning, transpose=False, num_home=3, cols=cols, depth=depth)
 
 
-@pytest.mark.parametrize("tuning", [TOGETHER, DEFERRED, IN_TURNS])
+@pytest.mark.parametrize("tuning", [TOGETHER, DEFERRED, IN_TURNS, EVEN])
 def test_sum_interpreted(tuning):
   rng, sizes = np.random.default_rng(0), SIZES[0]
   rows = [used_rows(rng, sizes, depth) for depth in (128, 192)]

@@ -9,16 +9,45 @@ import pytest
 from grouped_rows import sizes_that_fit
 from hypothesis import example, given
 
-from pallas_kernels import MatmulTuning, grouped_matmul_sum
+from pallas_kernels import MatmulTuning, grouped_matmul, grouped_matmul_sum
 from pallas_kernels.matmul import row_tiles as module
 from pallas_kernels.matmul import rows
+from pallas_kernels.matmul.layout import EVEN_SIZES
 
 CAPACITY, SLOTS = 1024, 6
+UNEQUAL = [
+  np.zeros(SLOTS, np.int64),
+  np.array([0, 0, CAPACITY, 0, 0, 0]),
+  np.array([171, 171, 171, 171, 170, 170]),
+  np.array([1, 64, 65, 129, 193, 255]),
+]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def row_tiles(sizes, tile, slots, short_last):
   return module.row_tiles(CAPACITY, sizes, tile, slots, short_last)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def even_row_tiles(sizes, slots):
+  return module.even_row_tiles(CAPACITY, sizes, slots)
+
+
+def every_row_is_stored(table, slots, sizes):
+  """By a tile of its own group alone, which none leaves; slots as counted from the first of all."""
+  slot, first, stored, count = np.asarray(table)
+  slot = slot + slots.start
+  end = np.cumsum(sizes)
+  slots_of_row = [set() for _ in range(CAPACITY)]
+  for t in range(count[0]):
+    assert end[slot[t]] - sizes[slot[t]] <= first[t]
+    assert first[t] + stored[t] <= end[slot[t]]
+    for row in range(first[t], first[t] + stored[t]):
+      slots_of_row[row].add(slot[t])
+  wanted = [{s} & set(slots) for s in np.repeat(np.arange(SLOTS), sizes).tolist()]
+  assert slots_of_row[: end[-1]] == wanted
+  assert not any(slots_of_row[end[-1] :])
+  return slot, first, stored, count
 
 
 @pytest.mark.parametrize(
@@ -31,26 +60,16 @@ def row_tiles(sizes, tile, slots, short_last):
   ],
 )
 @given(sizes=sizes_that_fit(CAPACITY, SLOTS))
-@example(sizes=np.zeros(SLOTS, np.int64))
-@example(sizes=np.array([0, 0, CAPACITY, 0, 0, 0]))
-@example(sizes=np.array([171, 171, 171, 171, 170, 170]))
-@example(sizes=np.array([1, 64, 65, 129, 193, 255]))
+@example(sizes=UNEQUAL[0])
+@example(sizes=UNEQUAL[1])
+@example(sizes=UNEQUAL[2])
+@example(sizes=UNEQUAL[3])
 def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, sizes):
   table = row_tiles(jnp.array(sizes, jnp.int32), tile, slots, short_last)
-  slot, first, stored, count = np.asarray(table)
-  slot = slot + slots.start
-  end = np.cumsum(sizes)
-  slots_of_row = [set() for _ in range(CAPACITY)]
+  slot, _, stored, count = every_row_is_stored(table, slots, sizes)
   for t in range(count[0]):
-    assert end[slot[t]] - sizes[slot[t]] <= first[t]
-    assert first[t] + stored[t] <= end[slot[t]]
     # A part of 64 rows is stored in part only if the group has no more.
     assert stored[t] % 64 == 0 or stored[t] == sizes[slot[t]]
-    for row in range(first[t], first[t] + stored[t]):
-      slots_of_row[row].add(slot[t])
-  wanted = [{s} & set(slots) for s in np.repeat(np.arange(SLOTS), sizes).tolist()]
-  assert slots_of_row[: end[-1]] == wanted
-  assert not any(slots_of_row[end[-1] :])
   # No tile too many, and none longer than it must be; the short ones last of all or of a slot.
   chosen = sizes[slots.start : slots.stop]
   assert count[0] == sum(-(-size // tile) for size in chosen)
@@ -59,6 +78,44 @@ def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, size
   short = (computed < tile).tolist()
   order = short if short_last else list(zip(slot[: count[0]].tolist(), short, strict=True))
   assert order == sorted(order)
+
+
+@pytest.mark.parametrize("slots", [range(SLOTS), range(4), range(4, SLOTS)])
+@given(sizes=sizes_that_fit(CAPACITY, SLOTS))
+@example(sizes=UNEQUAL[0])
+@example(sizes=UNEQUAL[1])
+@example(sizes=UNEQUAL[2])
+@example(sizes=UNEQUAL[3])
+def test_even_tiles_store_every_used_row_of_their_group(slots, sizes):
+  table = even_row_tiles(jnp.array(sizes, jnp.int32), slots)
+  slot, _, stored, count = every_row_is_stored(table, slots, sizes)
+  for s in slots:
+    # As few as there can be, alike, and no larger than they must be.
+    tiles = -(-sizes[s] // 192)
+    alike = min((x for x in EVEN_SIZES if x * tiles >= sizes[s]), default=0)
+    assert stored[: count[0]][slot[: count[0]] == s].tolist() == [min(alike, sizes[s])] * tiles
+  assert slot[: count[0]].tolist() == sorted(slot[: count[0]])
+
+
+@pytest.mark.parametrize(
+  ("capacity", "even", "expected"),
+  [(192, None, True), (190, None, False), (190, True, True), (192, False, False)],
+)
+def test_even_tiles_are_the_default_where_groups_are_not_small(
+  capacity, even, expected, monkeypatch
+):
+  made = []
+
+  def table(*arguments):
+    made.append(arguments)
+    return module.even_row_tiles(*arguments)
+
+  monkeypatch.setattr(rows, "even_row_tiles", table)
+  kernel = functools.partial(grouped_matmul, tuning=MatmulTuning(blocks=2, even=even))
+  shapes = (capacity, 64), (2, 64, 192), (0, 64, 192)
+  operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+  jax.eval_shape(kernel, *operands, jax.ShapeDtypeStruct((2,), jnp.int32))
+  assert bool(made) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,6 +147,6 @@ def test_a_matmul_counts_all_weights_of_its_slots(products, monkeypatch):
   )
   no_weights = jax.ShapeDtypeStruct((0, *weights.shape[1:]), weights.dtype)
   operands = [[x] * products for x in (lhs, weights, no_weights)]
-  kernel = functools.partial(grouped_matmul_sum, tuning=MatmulTuning(blocks=2))
+  kernel = functools.partial(grouped_matmul_sum, tuning=MatmulTuning(blocks=2, even=False))
   jax.eval_shape(kernel, *operands, sizes)
   assert asked == [(320, 2, 2 * products * 64 * 192)]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from pallas_kernels import MatmulTuning, Tile, short_comes_last
+from pallas_kernels import EVEN, MatmulTuning, Tile, even_tiles_pay, short_comes_last
 from ultraep_jax.bench.contest import Contest
 from ultraep_jax.bench.kernels.matmul_problems import Problem
 
@@ -20,6 +20,8 @@ _TILES = {
   "in turns, 128 x 192": MatmulTuning("in_turns", rows=128, cols=192),
 }
 _FEW = {
+  "even": MatmulTuning(even=True),
+  "together": MatmulTuning(),
   "deferred": _DEFERRED,
   **_TILES,
   # A narrower band's weights stay in the cache, a wider one reads the rows less often.
@@ -52,7 +54,7 @@ _MORE = {
 
 
 def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
-  """Tunings to try beside the kernel's own, by a label."""
+  """Tunings to try beside the kernel's own, by a label; none leaves open whether tiles are even."""
   wgrad = problem.operation.startswith("wgrad")
   weights = 2 if problem.operation.startswith("gated") else 1
   tried, known = {}, [_as_laid_out(problem, problem.default)]
@@ -66,6 +68,8 @@ def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
       continue  # the result has no room for it
     if tuning.band > problem.default.band >= problem.widths[-1]:
       continue  # all columns are in one band already
+    if not wgrad:
+      tuning = dataclasses.replace(tuning, even=bool(tuning.even))
     if tuning.waves == 1:
       tuning = dataclasses.replace(tuning, waves=problem.default.waves)
     if (laid_out := _as_laid_out(problem, tuning)) not in known:
@@ -76,13 +80,18 @@ def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
 
 def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTuning]:
   """What of a tuning is in use."""
-  short_last = tuning.short_last
+  slots, beside = problem.home + problem.replica, problem.operation.endswith("beside")
+  short_last, even = tuning.short_last, tuning.even
   if short_last is None:
-    slots = problem.home + problem.replica
     short_last = short_comes_last(problem.rows, slots, problem.slot_bytes)
+  if even is None:
+    even = not beside and even_tiles_pay(problem.rows, slots)
   if problem.operation.startswith("wgrad"):
-    short_last = None
-  rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last)
+    short_last = even = None
+  if even:
+    tuning = dataclasses.replace(EVEN, blocks=tuning.blocks, waves=tuning.waves)
+    return problem.tile(tuning), tuning
+  rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last, even=even)
   return problem.tile(tuning), rest
 
 
