@@ -245,6 +245,19 @@ def test_kernels_are_laid_out_as_the_config_says():
   assert forward | backward <= found and not {132, 7 * 132 + 12, 7 * 132 + 16} & found
 
 
+def test_gradients_of_bfloat16_weights_are_known_by_the_bytes_that_travel():
+  """Copies' gradients are float32, whatever the homes' are; tables are measured with float32."""
+  travel, blocks = 3 * 256 * 128 * 4, {1: 5, 2: 9}
+  entries = tuple(
+    Entry(operation="reducing", widths=(travel // part,), tuning=TransferTuning(count, 3, 32768))
+    for part, count in blocks.items()
+  )
+  device = dataclasses.replace(H200, tunings=Tunings((*entries, *table_of_blocks().entries)))
+  found = grids(backward=True, device=device)
+  assert BLOCKS["sum beside"] + blocks[1] in found
+  assert BLOCKS["sum beside"] + blocks[2] not in found
+
+
 def test_kernels_are_laid_out_as_the_table_says(monkeypatch):
   device = dataclasses.replace(H200, tunings=table_of_blocks())
   monkeypatch.setattr(known, "find", {"cpu": device}.get)

@@ -5,6 +5,7 @@ both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -99,13 +100,14 @@ def reduce_replicas[T](
 
   def push() -> T:
     leaves, tree = jax.tree.flatten(home)
+    sent = jax.tree.leaves(replica)
     sums = kernels.reduce_replicas(
-      jax.tree.leaves(replica),
+      sent,
       leaves,
       replica_expert_GS,
       parent_GS,
       axis_name=axis_name,
-      tuning=_tuning(tunings, "reduce", leaves),
+      tuning=_tuning(tunings, "reduce", sent),
     )
     return jax.tree.unflatten(tree, sums)
 
@@ -202,14 +204,14 @@ class Replicas:
     """Makes the leaves of ``reduce`` beside a matmul that does not need them."""
 
     def transfer() -> "kernels.Transfer | None":
-      leaves = jax.tree.leaves(home_grads)
+      sent = jax.tree.leaves(replica_grads)
       return kernels.reduction(
-        jax.tree.leaves(replica_grads),
-        leaves,
+        sent,
+        jax.tree.leaves(home_grads),
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "reducing", leaves) or REDUCING,
+        tuning=_tuning(self.tunings, "reducing", sent) or REDUCING,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -222,6 +224,6 @@ REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=32 * 1024)
 
 
 def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
-  """By the bytes of an expert."""
-  sizes = (leaf[0].size * leaf.dtype.itemsize for leaf in leaves)
+  """By the bytes of an expert that travel."""
+  sizes = (math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
   return tunings.find(operation, max(sum(sizes), 1))
