@@ -114,18 +114,23 @@ def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
 
 
 @pytest.mark.slow
-def test_gradients_go_home_beside_the_last_matmul(few_blocks):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_go_home_beside_the_last_matmul(dtype, few_blocks):
   rng = np.random.default_rng(0)
   rows = [exact(rng, RANKS * 256, 64) for _ in range(2)]
   homes = [exact(rng, RANKS * HOME, 128, 64) for _ in range(2)]
   replicas = [exact(rng, RANKS * SLOTS, 128, 64) for _ in range(2)]
-  grads = [jnp.asarray(rng.integers(-9, 9, size=(RANKS, 96)), jnp.float32) for _ in range(2)]
+  tile, length = (128, 96) if dtype == jnp.float32 else (4096, 3072)
+  grads = [jnp.asarray(rng.integers(-999, 999, (RANKS, length)), jnp.float32) for _ in range(2)]
+  grads[0] = grads[0].astype(dtype)
   sizes = jnp.array([128, 64, 0, 192], jnp.int32)  # no row is stored twice
-  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=128)
+  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=tile)
   with interpreted(races=True):
     run = on_ranks(sum_and_reduction, tuning, (REPLICA, PARENT))
     out, (sums,) = jax.block_until_ready(run(rows, grads, homes, replicas, sizes))
-  np.testing.assert_array_equal(sums, np.stack([grads[0][0] + grads[1][1], grads[0][1]]))
+  expected = grads[0].astype(jnp.float32).at[0].add(grads[1][1]).astype(dtype)
+  assert sums.dtype == dtype
+  np.testing.assert_array_equal(np.asarray(sums, np.float32), np.asarray(expected, np.float32))
   for rank in range(RANKS):
     part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
     used = int(sizes[2 * rank : 2 * rank + 2].sum())

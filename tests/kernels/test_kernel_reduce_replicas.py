@@ -81,21 +81,22 @@ def test_sums_tiles_of_several_units():
   assert_summed(sums, replicas, homes, "chain")
 
 
-def test_rounds_complete_sums_of_bfloat16_homes():
+@pytest.mark.parametrize("name", PLANS)
+def test_rounds_complete_sums_of_bfloat16_homes(name):
   """Beside float32 ones, in several tiles and units: float32 sums, rounded once, at the end."""
-  replicas, homes = gradients("chain", (3, 2048), (8,))
+  replicas, homes = gradients(name, (7, 1024), (8,))
   homes = [homes[0].astype(jnp.bfloat16), homes[1]]
   with interpreted():
-    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=8192))
-    sums = run(replicas, homes, *plan("chain"))
+    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=12288))
+    sums = run(replicas, homes, *plan(name))
   assert [each.dtype for each in sums] == [jnp.bfloat16, jnp.float32]
   expected = np.array(homes[0].astype(jnp.float32))
-  expert_R = np.array(PLANS["chain"][0]).reshape(-1)
+  expert_R = np.array(PLANS[name][0]).reshape(-1)
   np.add.at(expected, expert_R[expert_R >= 0], np.asarray(replicas[0])[expert_R >= 0])
   np.testing.assert_array_equal(
     np.asarray(sums[0], np.float32), np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
   )
-  assert_summed(sums[1:], replicas[1:], homes[1:], "chain")
+  assert_summed(sums[1:], replicas[1:], homes[1:], name)
 
 
 def test_sums_in_the_order_of_the_ranks():
