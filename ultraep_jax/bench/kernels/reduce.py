@@ -1,13 +1,16 @@
 """Checks and times the kernel that sums replica gradients, beside the portable operation.
 
-Run on every GPU of a host: ``ultraep bench reduce``. Checks compare sums of integers,
-which are exact, bit for bit over random legal plans, and sums of random numbers with float64. Times
-are of many calls chained inside one jit, each adding to the homes of the one before in place; each
-line is the median of several runs and names the copies that the busiest rank sends or receives.
+Run on every GPU of a host: ``ultraep bench reduce``. Homes are float32 and bfloat16. Checks
+compare sums of integers, which are exact in float32 and rounded once for bfloat16 homes, bit for
+bit over random legal plans, and sums of random numbers with float64. Times are of many calls
+chained inside one jit, each adding to the homes of the one before in place; each line is the median
+of several runs and names the copies that the busiest rank sends or receives. Copies' gradients
+travel in float32, whatever the homes are: MB and GB/s are of float32.
 """
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -35,15 +38,18 @@ from ultraep_jax.transport import replicate as portable
 from ultraep_jax.types import Array
 
 HOME = 16  # experts of a rank, in the cases that are timed
+DTYPES = ("float32", "bfloat16")  # of homes
 SMALL = TransferTuning(
-  blocks=8, workers=3, tile_bytes=2048
+  blocks=8, workers=3, tile_bytes=4096
 )  # many tiles a worker: it waits for its peers
+_UNIT = 1024  # elements of which an expert of bfloat16 has a multiple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Checks and times the reduction kernel.")
   parser.add_argument("what", nargs="+", choices=["check", "time"])
   add_arguments(parser, plans=10, megabytes=75.5)
+  parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of homes")
   return processes.run(run, parser.parse_args(argv))
 
 
@@ -52,15 +58,16 @@ def run(args: argparse.Namespace) -> int:
   first = next(iter(tunings.values()))
   if "check" in args.what:
     for tuning in (SMALL, first):
-      check(mesh, args.plans, tuning, 50_000 // args.scale)
+      check(mesh, args.plans, tuning, 50_000 // args.scale, args.dtypes)
   if "time" in args.what:
     cases = time_cases(mesh.size, planner(args))
     for megabytes in args.megabytes:
-      row = int(megabytes * 1e6) // (16 * args.scale) * 4
-      for label, tuning in tunings.items():
-        report(label, kernel(tuning), mesh, row, cases, args.calls, args.repeats)
+      row = max(int(megabytes * 1e6) // (4 * _UNIT * args.scale), 1) * _UNIT
+      operations = {label: kernel(tuning) for label, tuning in tunings.items()}
       if args.portable:
-        report("portable", ring, mesh, row, cases, args.calls, args.repeats)
+        operations["portable"] = ring
+      for dtype, (label, operation) in itertools.product(args.dtypes, operations.items()):
+        report(label, operation, mesh, row, dtype, cases, args.calls, args.repeats)
   return 0
 
 
@@ -80,31 +87,49 @@ def ring(
 # --- checks ----------------------------------------------------------------------------------
 
 
-def check(mesh: jax.sharding.Mesh, plans: int, tuning: TransferTuning, most_units: int) -> None:
-  """Raises AssertionError if a sum is wrong."""
+def check(
+  mesh: jax.sharding.Mesh,
+  plans: int,
+  tuning: TransferTuning,
+  most_units: int,
+  dtypes: Sequence[str] = DTYPES,
+) -> None:
+  """Raises AssertionError if a sum is wrong; homes have the dtypes in turn."""
   rng = np.random.default_rng(0)
   run = sharded(kernel(tuning), mesh)
+  turn = itertools.cycle(dtypes)
   for home, slots, rows in ((2, 2, (1,)), (4, 3, (1, 2, 5)), (1, 1, (1, 1))):
+    of_rows = tuple(itertools.islice(turn, len(rows)))
     for index in range(plans):
       if index % 5 == 0:  # another shape is another compilation
         unit = 4 * int(rng.integers(1, most_units))
       placement = random_placement(rng, mesh.size, home, slots)
-      replicas, homes = gradients(rng, mesh, home, placement, [unit * row for row in rows])
+      sizes = [cut(unit * row, dtype) for row, dtype in zip(rows, of_rows, strict=True)]
+      replicas, homes = gradients(rng, mesh, home, placement, sizes, of_rows)
       sums = processes.gather(run(replicas, homes, *placement))
-      for got, want in zip(sums, reference(replicas, homes, placement[0]), strict=True):
-        wrong = (got != want).sum()
-        assert not wrong, f"{wrong} sums are wrong, {placement}, {want.shape}, {tuning}"
-    print(f"exact: {plans} plans, M{home} S{slots}, {len(rows)} arrays, {tuning}", flush=True)
-  for _ in range(2):
+      wanted = reference(replicas, homes, placement[0])
+      for got, want, dtype in zip(sums, wanted, of_rows, strict=True):
+        wrong = (got != want.astype(jnp.dtype(dtype))).sum()
+        where = f"{placement}, {want.shape} {dtype}, {tuning}"
+        assert got.dtype == dtype and not wrong, f"{wrong} sums are wrong, {where}"
+    print(f"exact: {plans} plans, M{home} S{slots} {of_rows}, {tuning}", flush=True)
+  for dtype in dtypes:
     placement = random_placement(rng, mesh.size, 2, 2)
-    replicas, homes = gradients(rng, mesh, 2, placement, [80 * most_units], integer=False)
+    sizes = [cut(80 * most_units, dtype)]
+    replicas, homes = gradients(rng, mesh, 2, placement, sizes, [dtype], integer=False)
     got, again = (processes.gather(run(replicas, homes, *placement)[0]) for _ in range(2))
     assert (got == again).all(), "two runs differ"
     (want,) = reference(replicas, homes, placement[0], np.float64)
     (size,) = reference([abs(replicas[0])], [abs(homes[0])], placement[0], np.float64)
     error = (abs(got - want) / np.maximum(size, 1e-30)).max()  # a gradient may be 0
-    assert error < 1e-6, f"relative error {error}, {placement}"
-    print(f"repeatable, relative error {error:.1e}, {tuning}", flush=True)
+    most = 1e-6 if dtype == "float32" else 2**-8
+    assert error < most, f"relative error {error}, {placement}, {dtype}"
+    print(f"repeatable, relative error {error:.1e} {dtype}, {tuning}", flush=True)
+
+
+def cut(size: int, dtype: str) -> int:
+  """A size that the kernel takes for homes of this dtype."""
+  return size if dtype == "float32" else -(-size // _UNIT) * _UNIT
 
 
 def gradients(
@@ -113,9 +138,10 @@ def gradients(
   home: int,
   placement: Placement,
   rows: list[int],
+  dtypes: Sequence[str],
   integer: bool = True,
 ) -> tuple[list[Array], list[Array]]:
-  """Integers below 2^20, or normal numbers; NaN in empty slots."""
+  """Integers below 2^20, or normal numbers; NaN in empty slots; homes of these dtypes."""
   expert_R = placement[0].reshape(-1)
 
   def draw(count: int, row: int) -> np.ndarray:
@@ -126,7 +152,10 @@ def gradients(
   replicas = [draw(expert_R.size, row) for row in rows]
   for replica in replicas:
     replica[expert_R < 0] = np.nan
-  homes = [draw(mesh.size * home, row) for row in rows]
+  homes = [
+    draw(mesh.size * home, row).astype(jnp.dtype(dtype))
+    for row, dtype in zip(rows, dtypes, strict=True)
+  ]
   return processes.put((replicas, homes), NamedSharding(mesh, P(AXIS)))
 
 
@@ -136,7 +165,7 @@ def reference(
   replica_expert_GS: np.ndarray,
   dtype: type = np.float32,
 ) -> list[np.ndarray]:
-  """The sums, in the order of the slots."""
+  """The sums in ``dtype``, in the order of the slots."""
   expert_R = replica_expert_GS.reshape(-1)
   sums = [home.astype(dtype) for home in processes.gather(homes)]
   for total, replica in zip(sums, processes.gather(replicas), strict=True):
@@ -160,13 +189,14 @@ def report(
   operation: Operation,
   mesh: jax.sharding.Mesh,
   row: int,
+  dtype: str,
   cases: dict[str, Placement],
   calls: int,
   repeats: int,
 ) -> None:
-  @functools.partial(jax.jit, static_argnums=0, out_shardings=NamedSharding(mesh, P(AXIS)))
-  def ones(count: int) -> Array:
-    return jnp.ones((mesh.size * count, row), jnp.float32)
+  @functools.partial(jax.jit, static_argnums=(0, 1), out_shardings=NamedSharding(mesh, P(AXIS)))
+  def ones(count: int, dtype: str) -> Array:
+    return jnp.ones((mesh.size * count, row), dtype)
 
   def once(home: Array, replica: Array, plan_2GS: Array) -> Array:
     return operation([replica], [home], plan_2GS[0], plan_2GS[1])[0]
@@ -174,11 +204,11 @@ def report(
   megabytes = 4 * row / 1e6
   measured = []
   for name, placement in cases.items():
-    rest = (ones(placement[0].shape[1]), stacked(placement, mesh))
-    seconds = timed((once, (ones(HOME), *rest)), mesh, calls, repeats, donate=True)
-    device = device_times("reduce_replicas", once, (ones(HOME), *rest), mesh, donate=True)
+    rest = (ones(placement[0].shape[1], "float32"), stacked(placement, mesh))
+    seconds = timed((once, (ones(HOME, dtype), *rest)), mesh, calls, repeats, donate=True)
+    device = device_times("reduce_replicas", once, (ones(HOME, dtype), *rest), mesh, donate=True)
     measured.append((name, placement, seconds, device))
-  print(times_table(label, megabytes, measured), flush=True)
+  print(times_table(f"{label}, {dtype}", megabytes, measured), flush=True)
 
 
 if __name__ == "__main__":
