@@ -130,6 +130,38 @@ def test_one_wrong_bit_is_found(name, count, first):
   assert found == count if count else 4 < found < 16
 
 
+def rounds_each_part(replicas, homes, *plan):
+  """Sums of copies, rounded before they are added to bfloat16 homes."""
+  nothing = [jnp.zeros_like(home, jnp.float32) for home in homes]
+  parts = PORTABLE[0].reduce_replicas(replicas, nothing, *plan)
+  return [home + part.astype(home.dtype) for home, part in zip(homes, parts, strict=True)]
+
+
+def rounds_copies(replicas, homes, *plan):
+  """Every copy's gradient, before it is added to a bfloat16 home."""
+  held = [
+    replica if home.dtype == jnp.float32 else lax.reduce_precision(replica, 8, 7)
+    for replica, home in zip(replicas, homes, strict=True)
+  ]
+  return PORTABLE[0].reduce_replicas(held, homes, *plan)
+
+
+def cuts_sums(replicas, homes, *plan):
+  """Towards zero."""
+  wide = [home.astype(jnp.float32) for home in homes]
+  sums = PORTABLE[0].reduce_replicas(replicas, wide, *plan)
+  halves = [lax.bitcast_convert_type(each, jnp.bfloat16)[..., 1] for each in sums]
+  kept = [home.dtype == jnp.float32 for home in homes]
+  return [s if keep else half for s, half, keep in zip(sums, halves, kept, strict=True)]
+
+
+@pytest.mark.parametrize("fault", [rounds_each_part, rounds_copies, cuts_sums])
+def test_sums_that_are_not_rounded_once_are_found(fault):
+  wrong = PORTABLE[0]._replace(reduce_replicas=fault)
+  (text,) = transfers.stress("reduce_replicas", [wrong], problem(), 4)
+  assert "wrong elements" in text and "on ranks [0, 1, 2, 3]" in text
+
+
 @pytest.mark.parametrize("name", ["replicate", "dispatch"])
 def test_what_an_earlier_call_left_is_found(name):
   """Results of data that never change."""
@@ -169,7 +201,10 @@ def test_kernels_lower_for_gpus(name, ranks):
 
 @pytest.mark.parametrize(
   "what, data, domain_size",
-  [("layer", 1, None), ("layer", 1, 2), ("scan", 1, None), ("train", 2, None)],
+  [
+    *(("layer", 1, None), ("layer", 1, 2), ("layer with room", 1, None)),
+    *(("scan", 1, None), ("train", 2, None)),
+  ],
 )
 def test_layers_lower_for_gpus(what, data, domain_size):
   """At full size, no operation of the layer is left to the portable implementation.
@@ -178,14 +213,15 @@ def test_layers_lower_for_gpus(what, data, domain_size):
   ``train`` has the gradients of a layer on two groups.
   """
   layer = stress_layer.Problem.make(jax.devices()[:4], data, 1, 0, domain_size)
-  if what == "layer":
+  layer = layer._replace(room=what in ("scan", "layer with room"))
+  if what.startswith("layer"):
     batch = layer.batch()
     traced = stress_layer.value_and_grads(layer, "mosaic_gpu").trace(
       batch, layer.weights(jnp.bfloat16), batch.x
     )
   elif what == "scan":
     batch = jax.tree.map(lambda leaf: leaf[0], layer.batch(1, 2))
-    traced = stress_layer.one_round(layer, "mosaic_gpu").trace(
+    traced = stress_layer.residual_layers(layer, "mosaic_gpu").trace(
       layer.weights(jnp.bfloat16, 2), batch
     )
   else:
@@ -194,7 +230,9 @@ def test_layers_lower_for_gpus(what, data, domain_size):
     )
   assert kernel_names(traced.jaxpr) == (FORWARD if what == "scan" else LAYER) | PLANNING
   assert not exchanges_rows(traced.jaxpr)
-  if what != "layer":
+  if what.startswith("layer"):  # gradients of home experts, of a rank
+    assert (f"f32[{stress_layer.HOME},512,256]" in str(traced.jaxpr)) == (not layer.room)
+  else:
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "all_to_all" not in text and "collective_permute" not in text
 
