@@ -163,3 +163,18 @@ def test_gates_count_in_float32_among_rows_in_bfloat16():
   ungated = grouped.grouped_matmul(grad, home.wo, weights.wo[HOME:], sizes, transpose_rhs=True)
   summed = (gated * np.asarray(ungated, np.float64)).sum(axis=1)
   np.testing.assert_allclose(got.gate_C, summed, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_bfloat16_weights_are_rounded_by_more_than_a_cast():
+  """XLA for GPUs drops casts there and back: copies would add to what kernels do not have."""
+  rows, grad = jnp.ones((8, 4), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+  sizes = jnp.array([5, 3], jnp.int32)
+
+  def wgrad(dtype):
+    arguments = None, rows, grad, sizes, 1, None, ("portable",), grouped.UNTUNED
+    return jax.make_jaxpr(lambda: grouped.wgrad_beside(*arguments, home_dtype=dtype)[0])()
+
+  rounds = "reduce_precision[exponent_bits=8 mantissa_bits=7]"
+  text = " ".join(str(wgrad(jnp.bfloat16)).split())
+  assert text.count(rounds) == 1
+  assert "reduce_precision" not in str(wgrad(jnp.float32))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 import pallas_kernels as kernels
@@ -122,6 +123,9 @@ def wgrad_beside(
 
   def portable() -> tuple[tuple[Array, Array], Any]:
     home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN)
+    if home_dtype != jnp.float32:  # XLA leaves a cast there and back out, as of what copies add to
+      kept = jnp.finfo(home_dtype)
+      home_MKN = lax.reduce_precision(home_MKN, kept.nexp, kept.nmant)
     return (home_MKN.astype(home_dtype), replica_SKN), transfer and transfer.launch()
 
   candidates = {"mosaic_gpu": by_kernel, "portable": portable}
