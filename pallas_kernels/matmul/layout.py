@@ -71,8 +71,7 @@ class MatmulTuning:
       large, or not small and their weights large. Weight gradients have no such tiles.
     even: whether each group is divided into tiles of equally many rows, as few as there can be.
       They are laid out as ``EVEN``: of the other fields, blocks and waves count. ``None``: where
-      groups are not small, unless a transfer runs beside. Neither interleaved columns nor weight
-      gradients have such tiles.
+      groups are not small. Neither interleaved columns nor weight gradients have such tiles.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around

@@ -97,7 +97,7 @@ def multiply_rows(
     capacity,
     cols,
     weights,
-    even=beside is None and even_tiles_pay(capacity, group_size_P.shape[0]),
+    even=even_tiles_pay(capacity, group_size_P.shape[0]),
     biased=bool(biases),
   )
   if tuning.even:

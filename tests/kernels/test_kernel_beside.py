@@ -1,5 +1,7 @@
 """Transfers in the first blocks of a matmul's kernel: both do what they do alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ def reglu(gate, up):
   return jax.nn.relu(gate) * up
 
 
-def gated_by_copies(tuning, plan, rows, gate, up, sizes):
+def gated_by_copies(tuning, plan, rows, gate, up, sizes, matmul=None):
   copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
   return gated_beside(
     copying,
@@ -40,6 +42,7 @@ def gated_by_copies(tuning, plan, rows, gate, up, sizes):
     sizes,
     reglu,
     keep_hidden=False,
+    tuning=matmul,
   )
 
 
@@ -87,14 +90,16 @@ def test_copies_arrive_beside_the_weight_gradient(few_blocks):
 
 
 @pytest.mark.slow
-def test_copies_arrive_beside_the_rows_that_need_none(few_blocks):
+@pytest.mark.parametrize("even", [True, False])
+def test_copies_arrive_beside_the_rows_that_need_none(even, few_blocks):
   rng = np.random.default_rng(0)
   rows = exact(rng, RANKS * 256, 64)
   gate, up = exact(rng, RANKS * HOME, 64, 128), exact(rng, RANKS * HOME, 64, 128)
   sizes = jnp.array([256, 0, 64, 128], jnp.int32)  # no row is stored twice
   tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
   with interpreted(races=True):
-    run = on_ranks(gated_by_copies, tuning, (REPLICA, PARENT))
+    matmul = layout.MatmulTuning(even=even)
+    run = on_ranks(functools.partial(gated_by_copies, matmul=matmul), tuning, (REPLICA, PARENT))
     (inner, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
   np.testing.assert_array_equal(copies[0][1], gate[0])
   np.testing.assert_array_equal(copies[1][1], up[0])

@@ -80,12 +80,12 @@ def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
 
 def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTuning]:
   """What of a tuning is in use."""
-  slots, beside = problem.home + problem.replica, problem.operation.endswith("beside")
+  slots = problem.home + problem.replica
   short_last, even = tuning.short_last, tuning.even
   if short_last is None:
     short_last = short_comes_last(problem.rows, slots, problem.slot_bytes)
   if even is None:
-    even = not beside and even_tiles_pay(problem.rows, slots)
+    even = even_tiles_pay(problem.rows, slots)
   if problem.operation.startswith("wgrad"):
     short_last = even = None
   if even:
