@@ -20,6 +20,8 @@ from jax import lax
 
 from ultraep_jax.types import Array
 
+_WARM_UP = 3  # turns; not seconds, since the processes of one program must agree on them
+
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Array]:
   """A function that calls ``function(i, *args)`` for i from 0 to ``calls`` - 1, one by one.
@@ -51,10 +53,12 @@ def in_turn(
 ) -> dict[str, list[float]]:
   """Seconds per call of each run, ``repeats`` times in turn, so that drift meets all alike.
 
-  Each is run once before, to compile. Every other time the order is the reverse, so that none
-  always follows the same one, which may have left GPUs cool or hot.
+  All run three times before: once to compile, and because a GPU that was idle runs large matmuls
+  up to a fifth slower for about half a second, until its clock has settled. Every other time the
+  order is the reverse, so that none always follows the same one, which may have left GPUs cool or
+  hot.
   """
-  for run in runs.values():
+  for run in [*runs.values()] * _WARM_UP:
     jax.block_until_ready(run())
   seconds: dict[str, list[float]] = {name: [] for name in runs}
   for repeat in range(repeats):
