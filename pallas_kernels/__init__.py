@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from pallas_kernels.matmul.gated import Gated, Projections, gated_beside, gated_matmul
-  from pallas_kernels.matmul.grouped import grouped_matmul, grouped_matmul_sum, sum_beside
+  from pallas_kernels.matmul.grouped import (
+    grouped_matmul,
+    grouped_matmul_sum,
+    matmul_beside,
+    sum_beside,
+  )
   from pallas_kernels.matmul.layout import EVEN, UNIT, MatmulTuning, Tile, choose_tile, make_room
   from pallas_kernels.matmul.row_tiles import even_tiles_pay, short_comes_last
   from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
@@ -71,6 +76,7 @@ __all__ = [
   "grouped_matmul_sum",
   "grouped_matmul_wgrad",
   "make_room",
+  "matmul_beside",
   "num_scales",
   "plan_quota",
   "reduce_replicas",
@@ -87,7 +93,12 @@ __all__ = [
 ]
 _MODULES = {
   "matmul.gated": ("Gated", "Projections", "gated_beside", "gated_matmul"),
-  "matmul.grouped": ("grouped_matmul", "grouped_matmul_sum", "sum_beside"),
+  "matmul.grouped": (
+    "grouped_matmul",
+    "grouped_matmul_sum",
+    "matmul_beside",
+    "sum_beside",
+  ),
   "matmul.layout": ("EVEN", "UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
   "matmul.row_tiles": ("even_tiles_pay", "short_comes_last"),
   "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),

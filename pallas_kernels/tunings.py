@@ -34,11 +34,13 @@ _EXCHANGE = Operation(ExchangeTuning, ("token bytes",))
 _TRANSFER = Operation(TransferTuning, ("expert bytes",))
 OPERATIONS: Mapping[str, Operation] = {
   "forward": _MATMUL,
+  "forward beside": _MATMUL,  # a transfer of the replicas that it multiplies by
   "gated": _MATMUL,  # and keeps the projections
-  "gated beside": _MATMUL,  # a transfer, the rows of home slots alone
+  "gated beside": _MATMUL,  # likewise
   "gated only": _MATMUL,
   "gated only beside": _MATMUL,
   "dgrad": _MATMUL,
+  "dgrad beside": _MATMUL,  # any other transfer
   "sum": _MATMUL,  # contracted: both together
   "sum beside": _MATMUL,
   "wgrad": _WGRAD,

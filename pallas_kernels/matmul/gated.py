@@ -1,7 +1,5 @@
 """The projections into an expert and what is between its matrices, in one kernel.
 
-Or in one for home slots and one for replica slots, where replicas arrive beside the first.
-
 For every tile of rows, with the sums in registers until both are there::
 
   rows × wi_gate ──► gate ─┐
@@ -92,7 +90,7 @@ def gated_matmul(
 
 
 def gated_beside(
-  transfer: Transfer | None,
+  transfer: Transfer,
   rows_CK: Array,
   home: Projections,
   group_size_P: Array,
@@ -100,36 +98,30 @@ def gated_beside(
   *,
   columns: Columns = "apart",
   keep_hidden: bool,
-  replicas: Projections | None = None,
-  brought: tuple[Sequence[int], Sequence[int]] = ((0, 1), ()),
+  replica_biases: Sequence[Array] = (),
   tuning: MatmulTuning | None = None,
-  replica_tuning: MatmulTuning | None = None,
 ) -> tuple[Gated, Any]:
   """``gated_matmul`` by replica weights that a transfer brings at the same time.
 
-  The rows of home slots need none of them: the transfer rides in the kernel that multiplies
-  these. When that is over on a rank, its copies are complete, and a second kernel multiplies the
-  rows of replica slots into the same results. The results are those of ``gated_matmul`` bit for
-  bit.
+  The rows of home slots come first: they need none of the copies. Those of a replica slot are
+  multiplied as soon as its copy is complete. The results are those of ``gated_matmul`` bit for bit.
 
-  No legal plan can deadlock, as the transfer alone cannot: only its blocks wait for other ranks.
-  They are the first of the first kernel, which every rank runs, also without a row, and no more
-  than it has SMs. So none waits for a block that multiplies; and of those, and of the second
-  kernel, none waits for another rank.
+  No legal plan can deadlock, as the transfer alone cannot: only its blocks wait for other ranks'
+  copies to be forwarded. They are the first of the kernel, which every rank runs, also without a
+  row, and no more than it has SMs. So they wait for no block that multiplies; and these wait for
+  the transfer alone.
 
   Args:
-    transfer: brings the replicas' projections among its results; it must not touch the other
-      operands.
+    transfer: brings the replicas' weights, in this order, not ``flat``; it must not touch the other
+      operands. See ``replication``.
     rows_CK: as for ``gated_matmul``.
     home: likewise.
     group_size_P: likewise.
     unit: likewise.
     columns: likewise.
     keep_hidden: likewise.
-    replicas: theirs, if the transfer does not bring them.
-    brought: which of the transfer's results are their weights, and which their biases.
-    tuning: of the kernel that the transfer rides in.
-    replica_tuning: of the other one.
+    replica_biases: of the replicas.
+    tuning: of the kernel.
 
   Returns:
     As ``gated_matmul``, and the result of the transfer.
@@ -138,22 +130,18 @@ def gated_beside(
     NotImplementedError: as ``gated_matmul``.
     ValueError: likewise.
   """
-  run = functools.partial(
-    _multiply, group_size_P=group_size_P, unit=unit, columns=columns, keep_hidden=keep_hidden
+  brought = range(len(home.weights))
+  contraction = Contraction(
+    rows_CK, home.weights, tuple(transfer.out_type[: len(brought)]), _split(columns)
   )
-
-  def of(projections: Projections) -> tuple[Contraction, list[Array]]:
-    none = tuple(weights[:0] for weights in projections.weights)
-    contraction = Contraction(rows_CK, projections.weights, none, _split(columns))
-    return contraction, list(projections.biases)
-
-  num_home, num_slots = home.weights[0].shape[0], group_size_P.shape[0]
-  slots = range(num_home), range(num_home, num_slots)
-  first, transferred = run(*of(home), tuning=tuning, slots=slots[0], beside=transfer)
-  if replicas is None:
-    replicas = Projections(*(tuple(transferred[i] for i in places) for places in brought))
-  whole, _ = run(*of(replicas), tuning=replica_tuning, slots=slots[1], into=first)
-  return whole, transferred
+  if (given := len(replica_biases)) != (expected := len(home.biases)):
+    raise ValueError(f"replica_biases: expected {expected}, as of the homes, got {given}")
+  biases = [jnp.concatenate(each) for each in zip(home.biases, replica_biases, strict=True)]
+  return _multiply(
+    *(contraction, biases, group_size_P, unit, columns, keep_hidden, tuning),
+    beside=transfer,
+    brought=brought,
+  )
 
 
 def _split(columns: Columns) -> int:
@@ -171,9 +159,8 @@ def _multiply(
   keep_hidden: bool,
   tuning: MatmulTuning | None,
   *,
-  slots: range | None = None,
-  into: Gated | None = None,
   beside: Transfer | None = None,
+  brought: Sequence[int] = (),
 ) -> tuple[Gated, Any]:
   arguments = 1 if columns == "ungated" else 2
   elementwise(unit, arguments, (64, 64))  # only whether it is
@@ -203,9 +190,8 @@ def _multiply(
     tuning=tuning,
     kernel_name="gated_matmul",
     approx_math=True,  # of 11 bits or more: the result has 8
-    slots=slots,
-    into=jax.tree.leaves(into),
     beside=beside,
+    brought=brought,
   )
   inner_CN, *hidden = arrays
   return Gated(inner_CN, tuple(hidden)), transferred

@@ -57,16 +57,8 @@ def grouped_matmul(
   if support.generation(support.device()) == support.BLACKWELL:
     operands = rows_CK, home_MKN, replica_SKN, group_size_P
     return blackwell.grouped_matmul(*operands, transpose_rhs=transpose_rhs, bias=bias)
-  (out_CN,), _ = multiply_rows(
-    [Contraction(rows_CK, (home_MKN,), (replica_SKN,))],
-    group_size_P,
-    transpose_rhs=transpose_rhs,
-    results=[_SUMS],
-    biases=[] if bias is None else [jnp.concatenate(bias)],
-    tuning=tuning,
-    kernel_name="grouped_matmul",
-  )
-  return out_CN
+  operands = [rows_CK], [home_MKN], [replica_SKN], group_size_P
+  return _sum(*operands, transpose_rhs, tuning, None, bias=bias)[0]
 
 
 def grouped_matmul_sum(
@@ -113,6 +105,41 @@ def sum_beside(
   tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Any]:
   """``grouped_matmul_sum`` and the result of a transfer that runs beside it."""
+  return _sum(rows_CK, home_MKN, replica_SKN, group_size_P, transpose_rhs, tuning, transfer)
+
+
+def matmul_beside(
+  transfer: Transfer,
+  rows_CK: Array,
+  home_MKN: Array,
+  group_size_P: Array,
+  *,
+  bias: tuple[Array, Array] | None = None,
+  tuning: MatmulTuning | None = None,
+) -> tuple[Array, Any]:
+  """``grouped_matmul`` by replicas that a transfer brings at the same time, and its result.
+
+  As in ``gated_beside``, the rows of a replica slot are multiplied when its copy is complete.
+  """
+  replicas = (transfer.out_type[0],)
+  return _sum(
+    *([rows_CK], [home_MKN], replicas, group_size_P, False, tuning, transfer),
+    bias=bias,
+    brought=(0,),
+  )
+
+
+def _sum(
+  rows_CK: Sequence[Array],
+  home_MKN: Sequence[Array],
+  replica_SKN: Sequence[Any],
+  group_size_P: Array,
+  transpose_rhs: bool,
+  tuning: MatmulTuning | None,
+  beside: Transfer | None,
+  bias: tuple[Array, Array] | None = None,
+  brought: Sequence[int] = (),
+) -> tuple[Array, Any]:
   if not len(rows_CK) == len(home_MKN) == len(replica_SKN) > 0:
     raise ValueError(
       "rows_CK, home_MKN, replica_SKN: expected as many of each, at least 1, got "
@@ -126,8 +153,10 @@ def sum_beside(
     group_size_P,
     transpose_rhs=transpose_rhs,
     results=[_SUMS],
+    biases=[] if bias is None else [jnp.concatenate(bias)],
     tuning=tuning,
     kernel_name="grouped_matmul",
-    beside=transfer,
+    beside=beside,
+    brought=brought,
   )
   return out_CN, transferred

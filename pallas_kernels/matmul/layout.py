@@ -269,6 +269,35 @@ def position(t: Array, num_rows: Array | int, num_cols: int, max_band: int) -> t
   return lax.div(in_band, width), first_col + lax.rem(in_band, width)
 
 
+def home_first(
+  t: Array, num_rows: Array, home_rows: Array, num_cols: int, max_band: int, at_once: int
+) -> tuple[Array, Array]:
+  """As ``position`` where replicas arrive: all tiles of home slots, then those of the others.
+
+  A block would else wait for a copy while there are tiles of home slots in a later band. The others
+  come by so many rows as blocks work on ``at_once``, in bands: by more, they would wait for the
+  copies of all; by fewer, weights would be read again and again.
+
+  Args:
+    t: the tile.
+    num_rows: rows of tiles.
+    home_rows: of these, those of home slots; they come first.
+    num_cols: columns of tiles.
+    max_band: columns that are worked on side by side.
+    at_once: tiles that are.
+  """
+  one = jnp.int32(1)
+  home = position(t, lax.max(home_rows, one), num_cols, max_band)
+  most = max(at_once // min(max_band, num_cols), 1)
+  rest = lax.max(t - home_rows * num_cols, jnp.int32(0))
+  part, inside = (f(rest, jnp.int32(most * num_cols)) for f in (lax.div, lax.rem))
+  first = home_rows + part * most
+  size = lax.max(lax.min(num_rows - first, jnp.int32(most)), one)
+  row, col = position(inside, size, num_cols, max_band)
+  is_home = t < home_rows * num_cols
+  return lax.select(is_home, home[0], first + row), lax.select(is_home, home[1], col)
+
+
 def sum_before(x_N: Array) -> Array:
   """The sum of all before each. A masked sum fuses with what surrounds it; a scan does not."""
   i_N = jnp.arange(x_N.shape[0], dtype=jnp.int32)

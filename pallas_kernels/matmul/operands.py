@@ -69,7 +69,6 @@ def biases_by_tile(biases: Sequence[Array], cols: int, tile: Tile) -> Array:
 def check(
   contractions: Sequence[Contraction],
   group_size_P: Array,
-  slots: range,
   transpose_rhs: bool,
   biases: Sequence[Array],
 ) -> tuple[int, int, int]:
@@ -88,11 +87,8 @@ def check(
       layout.expect_shape("replica_SKN", replica, (num_replica, *weights))
       layout.expect_bfloat16(home_MKN=home, replica_SKN=replica)
     layout.expect_multiple("K", depth, UNIT)
-  all_slots, count = range(group_size_P.shape[0]), num_home + num_replica
-  if slots == all_slots:
-    layout.expect_shape("group_size_P", group_size_P, (count,))
-  elif len(slots) != count or slots != all_slots[slots.start : slots.stop]:
-    raise ValueError(f"slots: expected {count} of {all_slots}, got {slots}")
+  count = num_home + num_replica
+  layout.expect_shape("group_size_P", group_size_P, (count,))
   for i, bias in enumerate(biases):
     layout.expect_shape(f"biases[{i}]", bias, (count, first.split * cols))
     layout.expect_bfloat16(bias=bias)

@@ -225,12 +225,14 @@ def launch(
   approx_math: bool = False,
   into: Sequence[Array] = (),
   beside: Transfer | None = None,
+  reads_beside: bool = False,
 ) -> tuple[list[Array], Any]:
   """Runs a kernel of persistent blocks around a ring, and a transfer beside it.
 
   Args:
     body: called with references to operands, results and shared memory, the barriers of the ring
-      (full, free), and one for the warpgroups that multiply.
+      (full, free), and one for the warpgroups that multiply; and if it reads what the transfer
+      brings, with references to that and the slots' arrivals.
     operands: arrays.
     loads: that arrive at a stage.
     out_type: of the results, the first of them those of ``into``.
@@ -244,6 +246,7 @@ def launch(
     beside: a transfer with as many workers a block as this kernel has warpgroups, which does not
       touch this kernel's operands. It runs in blocks of its own, the first ones: the device starts
       them first, so that on no rank they wait for blocks that multiply.
+    reads_beside: whether the body reads the transfer's results. It has to wait for each slot.
 
   Returns:
     The results, and the transfer's.
@@ -257,7 +260,7 @@ def launch(
       f"beside: expected {WARPGROUPS} workers and clusters of 1, got {beside.tuning.workers} "
       f"and {tuning.cluster}"
     )
-  riding = beside.tuning.num_blocks if beside else 0
+  riding = beside.blocks if beside else 0
   written = out_type[len(into) :]
   ride_given = len(ride.operands) + len(ride.updated)
   counts = [len(operands), ride_given + len(into), len(written), len(ride.out_type)]
@@ -273,9 +276,10 @@ def launch(
     if not beside:
       body(inputs, outs, views, *barriers)
       return
-    block = lax.axis_index(_BLOCK_AXIS)
-    when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers))
-    when(block >= riding)(lambda: body(inputs, outs, views, *barriers))
+    block, arrivals = lax.axis_index(_BLOCK_AXIS), ride.arrivals()
+    brought = (ride_outs, arrivals) if reads_beside else ()
+    when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers, arrivals))
+    when(block >= riding)(lambda: body(inputs, outs, views, *barriers, *brought))
 
   results = launch_kernel(
     both,

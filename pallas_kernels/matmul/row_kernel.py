@@ -22,6 +22,7 @@ from pallas_kernels.matmul.layout import DEPTH, EVEN_SIZES, UNIT, MatmulTuning, 
 from pallas_kernels.matmul.operands import Result
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.support import Array
+from pallas_kernels.transfer.tiles import Arrivals
 from pallas_kernels.warp.branches import for_size, when
 
 
@@ -32,6 +33,8 @@ def body(
   full: Any,
   free: Any,
   _: Any,
+  arriving: Sequence[Any] = (),
+  arrivals: Arrivals | None = None,
   *,
   treedef: Any,
   num_home: int,
@@ -41,9 +44,15 @@ def body(
   results: Sequence[Result],
   tile: Tile,
   tuning: MatmulTuning,
+  brought: Sequence[int] = (),
 ) -> None:
   """For ``pipeline.launch``; see ``rows.multiply_rows``."""
   table, (operands, bias) = inputs[0], treedef.unflatten(inputs[1:])
+  if brought:  # by the transfer, in place of the replicas that stand for them
+    replicas = iter(arriving[i] for i in brought)
+    operands = [
+      (rows, [(home, next(replicas)) for home, _ in weights]) for rows, weights in operands
+    ]
   (lhs_load, staged, *_), (lhs, staged_store, *rhs) = views
   capacity, num_weights = outs[0].shape[0], len(rhs)
   num_cols = -(-width // tile.cols)
@@ -54,12 +63,11 @@ def body(
   ring = Ring(full, free, tuning.stages)
 
   def describe(t: Array, rank: Array) -> Work:
-    row, col = layout.position(
-      t,
-      lax.max(num_rows, jnp.int32(1)),
-      num_cols // tuning.cluster,
-      tuning.band // (tile.cols * tuning.cluster),
-    )
+    num_groups, band = num_cols // tuning.cluster, tuning.band // (tile.cols * tuning.cluster)
+    if brought:
+      row, col = layout.home_first(t, num_rows, table[4, 0], num_groups, band, tuning.clusters)
+    else:
+      row, col = layout.position(t, lax.max(num_rows, jnp.int32(1)), num_groups, band)
     # The last tile may begin inside the one before: both compute the same bits.
     col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
     return Work(jnp.int32(num_steps), (table[0, row], table[1, row], table[2, row], col))
@@ -94,6 +102,8 @@ def body(
 
       lax.fori_loop(0, count, step, None)
 
+    if arrivals is not None:
+      when(slot >= num_home)(functools.partial(lambda wait: wait(slot - num_home), arrivals.wait))
     for (rows, weights), count in zip(operands, steps_of, strict=True):
       homes, replicas = zip(*weights, strict=True)
       when(slot < num_home)(functools.partial(load_steps, rows, homes, slot, before, count))

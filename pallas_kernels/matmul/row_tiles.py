@@ -27,10 +27,10 @@ def row_tiles(
   capacity: int,
   group_size_P: Array,
   tile_rows: int,
-  slots: range,
+  num_home: int,
   short_last: bool,
 ) -> Array:
-  """What each tile of rows of some slots computes.
+  """What each tile of rows computes.
 
   Tiles begin where their group begins. What is left at the group's end is a tile of as many rows
   as it needs, rounded up to ``UNIT``, that ends with the group, so that none crosses a border:
@@ -39,12 +39,11 @@ def row_tiles(
   ``MatmulTuning.short_last``.
 
   Returns:
-    ``[4, T]`` int32: slot, counted from the first of these; first row, rows to store, and in the
-    last line the number of tiles.
+    ``[5, T]`` int32: slot, first row, rows to store; in the last two lines the number of tiles, and
+    of those of home slots, which come first unless short ones are last.
   """
-  num_slots = len(slots)
-  start_P = sum_before(group_size_P)[slots.start : slots.stop]
-  group_size_P = group_size_P[slots.start : slots.stop]
+  num_slots = group_size_P.shape[0]
+  start_P = sum_before(group_size_P)
   end_P = start_P + group_size_P
   left_P = group_size_P % tile_rows
   # A whole tile moved up is as good as one of the same size at the end.
@@ -65,8 +64,13 @@ def row_tiles(
   first_T = jnp.where(whole_T, first_T, end_P[slot_T])
   first_T = jnp.maximum(jnp.minimum(first_T, end_P[slot_T] - rows_T), start_P[slot_T])
   stored_T = jnp.minimum(group_size_P[slot_T], rows_T)
-  num_tiles_T = jnp.broadcast_to(jnp.sum(tiles_Q, dtype=jnp.int32), tile_T.shape)
-  return jnp.stack([slot_T, first_T, stored_T, num_tiles_T])
+  tiles_P = tiles[0] + tiles[1]
+  return jnp.stack([slot_T, first_T, stored_T, *_counts(tiles_P, num_home, tile_T)])
+
+
+def _counts(tiles_P: Array, num_home: int, tile_T: Array) -> list[Array]:
+  counts = (jnp.sum(tiles, dtype=jnp.int32) for tiles in (tiles_P, tiles_P[:num_home]))
+  return [jnp.broadcast_to(count, tile_T.shape) for count in counts]
 
 
 def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
@@ -84,15 +88,14 @@ def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
   return slot_bytes >= _LARGE_WEIGHTS and capacity >= _SMALL_GROUP * num_slots
 
 
-def even_row_tiles(capacity: int, group_size_P: Array, slots: range) -> Array:
+def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
   """As ``row_tiles``: each group in as few tiles as there can be, all of equally many rows.
 
   That is the least of ``EVEN_SIZES`` that is enough. The last tile ends with its group, so it may
   begin inside the one before.
   """
-  most, num_slots = EVEN_SIZES[-1], len(slots)
-  start_P = sum_before(group_size_P)[slots.start : slots.stop]
-  group_size_P = group_size_P[slots.start : slots.stop]
+  most, num_slots = EVEN_SIZES[-1], group_size_P.shape[0]
+  start_P = sum_before(group_size_P)
   tiles_P = -(-group_size_P // most)
   least_P = -(-group_size_P // jnp.maximum(tiles_P, 1))
   sizes = jnp.array(EVEN_SIZES, jnp.int32)
@@ -104,8 +107,7 @@ def even_row_tiles(capacity: int, group_size_P: Array, slots: range) -> Array:
   slot_T = jnp.minimum(jnp.sum(ended_TP, axis=1, dtype=jnp.int32), num_slots - 1)
   first_T = (tile_T - before_P[slot_T]) * stored_P[slot_T]
   first_T = start_P[slot_T] + jnp.minimum(first_T, (group_size_P - stored_P)[slot_T])
-  num_tiles_T = jnp.broadcast_to(jnp.sum(tiles_P, dtype=jnp.int32), tile_T.shape)
-  return jnp.stack([slot_T, first_T, stored_P[slot_T], num_tiles_T])
+  return jnp.stack([slot_T, first_T, stored_P[slot_T], *_counts(tiles_P, num_home, tile_T)])
 
 
 def even_tiles_pay(capacity: int, num_slots: int) -> bool:

@@ -60,9 +60,8 @@ def multiply_rows(
   kernel_name: str,
   biases: Sequence[Array] = (),
   approx_math: bool = False,
-  slots: range | None = None,
-  into: Sequence[Array] = (),
   beside: Transfer | None = None,
+  brought: Sequence[int] = (),
 ) -> tuple[list[Array], Any]:
   """Multiplies and sums contractions, tile by tile.
 
@@ -73,12 +72,12 @@ def multiply_rows(
     results: the arrays' parts.
     tuning: of the kernel; ``None``: the default, which makes room for what runs beside it.
     kernel_name: in traces.
-    biases: added to the sums in float32, of all these slots, ``[P, N]`` for each array of weights
+    biases: added to the sums in float32, ``[P, N]`` for each array of weights
       (``[P, split * N]``), or none.
     approx_math: whether ``results`` may use the device's approximations of exp, tanh, ….
-    slots: whose weights these are, M + S of the P; ``None``: all. Rows of others are not written.
-    into: the results of other slots: these are added to them, in their memory.
     beside: a transfer to run beside the matmul.
+    brought: which of its results are the replicas, one for each of all contractions' weights, whose
+      ``replica`` then only says what they are. Rows of a slot are multiplied when it is complete.
 
   Returns:
     The arrays, ``[C, columns]`` bfloat16; rows beyond the sum of the group sizes are not written.
@@ -88,8 +87,7 @@ def multiply_rows(
     NotImplementedError: shapes or dtypes that the kernel does not know.
     ValueError: shapes that do not fit together.
   """
-  slots = range(group_size_P.shape[0]) if slots is None else slots
-  capacity, cols, num_home = check(contractions, group_size_P, slots, transpose_rhs, biases)
+  capacity, cols, num_home = check(contractions, group_size_P, transpose_rhs, biases)
   weights = contractions[0].weights
   tuning, tile = _lay_out(
     tuning or layout.make_room(beside is not None),
@@ -101,22 +99,20 @@ def multiply_rows(
     biased=bool(biases),
   )
   if tuning.even:
-    table = even_row_tiles(capacity, group_size_P, slots)
+    table = even_row_tiles(capacity, group_size_P, num_home)
   else:
-    short_last = tuning.short_last
+    short_last = False if brought else tuning.short_last  # none of home slots waits for a copy
     if short_last is None:
       sizes = (math.prod(home.shape[1:]) for x in contractions for home in x.home)
       short_last = short_comes_last(capacity, group_size_P.shape[0], 2 * sum(sizes))
-    table = row_tiles(capacity, group_size_P, tile.rows, slots, short_last)
-  # An operand may not be empty; without replicas the second one is never read.
+    table = row_tiles(capacity, group_size_P, tile.rows, num_home, short_last)
+
+  def second(home: Array, replica: Array) -> Array:
+    """An operand may not be empty. Without replicas, or where they are brought, it is not read."""
+    return home if brought or not replica.shape[0] else replica
+
   operands = [
-    (
-      x.rows_CK,
-      [
-        (home, replica if replica.shape[0] else home)
-        for home, replica in zip(x.home, x.replica, strict=True)
-      ],
-    )
+    (x.rows_CK, [(home, second(home, r)) for home, r in zip(x.home, x.replica, strict=True)])
     for x in contractions
   ]
   bias_PTN = biases_by_tile(biases, cols, tile) if biases else None
@@ -139,9 +135,6 @@ def multiply_rows(
     widths[result.out] = max(widths.get(result.out, 0), end)
   like = jax.typeof(contractions[0].rows_CK)
   out_type = [like.update(shape=(capacity, width)) for _, width in sorted(widths.items())]
-  for x, expected in zip(into, out_type, strict=bool(into)):
-    layout.expect_shape("into", x, expected.shape)
-    layout.expect_bfloat16(into=x)
   return pipeline.launch(
     functools.partial(
       row_kernel.body,
@@ -153,6 +146,7 @@ def multiply_rows(
       results=results,
       tile=tile,
       tuning=tuning,
+      brought=brought,
     ),
     table,
     *flat_operands,
@@ -163,8 +157,8 @@ def multiply_rows(
     tuning=tuning,
     kernel_name=kernel_name,
     approx_math=approx_math,
-    into=into,
     beside=beside,
+    reads_beside=bool(brought),
   )
 
 

@@ -214,6 +214,7 @@ def _kernel(
   result_refs: Sequence[Any],
   scratch_refs: Sequence[Any],
   buffer_refs: Sequence[Any],
+  _: Any,
   *,
   tiles: Sequence[Tiles],
   num_home: int,

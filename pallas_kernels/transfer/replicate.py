@@ -10,7 +10,8 @@ Rank 0 sends the expert once instead of three times.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,10 @@ from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.trees import Trees
 from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import when
+
+_BUFFERS = 2  # of a worker: one is loaded while the other one is read
+# Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
+_TURN_BYTES = 16 * 2**20
 
 
 def replicate(
@@ -52,7 +57,8 @@ def replicate(
   for a tile to land in a slot of depth d, sent by the same worker of another rank, whose place in
   this common order is the same turn and tile, and depth d − 1. It has done all that comes before
   in the order, and what it has sent is announced before it waits. So of all waiting workers the
-  one that is first in the order waits for one that does not wait.
+  one that is first in the order waits for one that does not wait. For the watcher of a rank, who
+  waits for all of its slots, no worker waits.
 
   Args:
     arrays: ``[M, ...]`` each, this rank's home experts. Rows must be multiples of 16 bytes.
@@ -63,8 +69,8 @@ def replicate(
     axis_name: the expert mesh axis, of size G.
     tuning: workers and tiles; must be the same on all ranks.
     home_rows_G: ``[G]`` int32, the same on all ranks, rows that each rank has to compute before
-      it needs copies. Experts for ranks with few go first, others when these have been sent; all
-      in one turn, they would all arrive at the end. ``None``: one turn.
+      it needs copies. Experts for ranks with few go first, and of a rank those of its first slots,
+      in turns: all in one, they would all arrive at the end. ``None``: one turn.
 
   Returns:
     An ``[S, ...]`` array for each of ``arrays``. Empty slots are not written: they hold anything,
@@ -97,21 +103,25 @@ def replication(
   axis_name: AxisName,
   tuning: TransferTuning,
   home_rows_G: Array | None = None,
+  flat: bool = True,
 ) -> Transfer | None:
   """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
 
-  Its result is that of ``replicate``.
+  Its result is that of ``replicate``. Not ``flat``, the results in the kernel have the shapes of
+  the arrays, so that a matmul beside can read a slot as soon as its semaphore counts all workers.
   """
   arrays = list(arrays)
   trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)
   num_slots = replica_expert_GS.shape[1]
   if not arrays or not num_slots:
     return None
-  tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning)
+  tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
   num_home = arrays[0].shape[0]
-  turn_N = _turns(replica_expert_GS, home_rows_G)
+  size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
+  turn_N = _turns(replica_expert_GS, home_rows_G, num_home, max(_TURN_BYTES // size, 1))
   work = _work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
-  work, *rows = varying.vary_alike(work, *[array.reshape(num_home, -1) for array in arrays])
+  rows = [array.reshape(num_home, -1) for array in arrays] if flat else arrays
+  work, *rows = varying.vary_alike(work, *rows)
 
   def finish(copies: Sequence[Array]) -> list[Array]:
     return [
@@ -121,14 +131,14 @@ def replication(
   return Transfer(
     operands=[work, *rows],
     updated=[],
-    out_type=[jax.typeof(row).update(shape=(num_slots, row.shape[1])) for row in rows],
+    out_type=[jax.typeof(row).update(shape=(num_slots, *row.shape[1:])) for row in rows],
     scratch_types=[
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
     ],
     buffers=[
       plgpu.SMEM((tuning.workers, work.size), jnp.int32),
-      *tiling.buffers(tiles, tuning),
+      *tiling.buffers(tiles, tuning, _BUFFERS),
     ],
     body=functools.partial(
       _kernel,
@@ -141,11 +151,12 @@ def replication(
     finish=finish,
     tuning=tuning,
     name="replicate",
+    slots=num_slots,
   )
 
 
 class _Fields:
-  """Where the parts of the work list lie: a count, a flag per own slot, five columns per copy.
+  """Where the parts of the work list lie: a count, a flag per own slot, five columns a copy.
 
   A copy is one slot that this rank fills. Copies of one turn are neighbours. In a turn, copies of
   one source are, those that are forwarded first. Sources are home experts (below M) and own slots
@@ -153,30 +164,43 @@ class _Fields:
   """
 
   COUNT = 0
-  AWAITED = 1  # own slots that are filled and not forwarded: they are waited for at the end
+  FILLED = 1  # own slots: they are waited for at the end
   COLUMNS = 5
   CHILD, SOURCE = 0, 1  # the filled slot (rank * S + slot); its source
   RELAYED_END, END, TURN_END = 2, 3, 4  # of the source's copies that are forwarded, of all; turn's
 
   @classmethod
   def copy(cls, num_slots: int, index: Array, column: int) -> Array:
-    return cls.AWAITED + num_slots + cls.COLUMNS * index + column
+    return cls.FILLED + num_slots + cls.COLUMNS * index + column
 
 
-def _turns(replica_expert_GS: Array, home_rows_G: Array | None) -> Array:
-  """``[N]``, when each slot's expert is sent: by the least rows of the ranks that get it."""
+def _turns(
+  replica_expert_GS: Array, home_rows_G: Array | None, num_home: int, together: int = 1
+) -> Array:
+  """``[N]``, when each slot's expert is sent: by the least rows of the ranks that get it.
+
+  So many experts have a turn ``together``, or more if int32 has no room for so many turns.
+  """
   num_ranks, num_slots = replica_expert_GS.shape
+  size = num_ranks * num_slots
   if home_rows_G is None:
-    return jnp.zeros(num_ranks * num_slots, jnp.int32)
+    return jnp.zeros(size, jnp.int32)
   if home_rows_G.shape != (num_ranks,):
     raise ValueError(f"home_rows_G: expected shape ({num_ranks},), got {home_rows_G.shape}")
   if home_rows_G.dtype != jnp.int32:
     raise TypeError(f"home_rows_G: expected int32, got {home_rows_G.dtype}")
-  turn_G = home_rows_G // (jnp.max(home_rows_G) // trees.TURNS + 1)
-  turn_N = jnp.repeat(turn_G, num_slots)
+  # Rows in sixteenths: ranks of about as many rows take turns.
+  few_G = home_rows_G // (jnp.max(home_rows_G) // 16 + 1)
+  place_N = jnp.tile(jnp.arange(num_slots, dtype=jnp.int32), num_ranks) * num_ranks
+  place_N += jnp.repeat(few_G * size + jnp.arange(num_ranks, dtype=jnp.int32), num_slots)
   expert_N = replica_expert_GS.reshape(-1)
   same_NN = expert_N[:, None] == expert_N[None, :]
-  return jnp.min(jnp.where(same_NN, turn_N[None, :], trees.TURNS), axis=1)
+  first_N = jnp.min(jnp.where(same_NN, place_N[None, :], jnp.iinfo(jnp.int32).max), axis=1)
+  leads_N = (first_N == place_N) & (expert_N >= 0)
+  before_NN = leads_N[None, :] & (place_N[None, :] < first_N[:, None])
+  order_N = jnp.sum(before_NN, axis=1, dtype=jnp.int32)
+  most = trees.most_turns(num_ranks, num_slots, num_home)
+  return order_N // max(together, -(-size // most))
 
 
 def _work_list(
@@ -214,9 +238,9 @@ def _work_list(
     ends(turn_N, turn_N),
   )
   copies_N5 = jnp.stack(columns, axis=1)
-  awaited_S = (tree.filled_N & ~forwards_N).reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
+  filled_S = tree.filled_N.reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
   count = jnp.sum(mine_N, dtype=jnp.int32)
-  work = jnp.concatenate([count[None], awaited_S, copies_N5.reshape(-1)])
+  work = jnp.concatenate([count[None], filled_S, copies_N5.reshape(-1)])
   return jnp.pad(work, (0, -work.size % 32))
 
 
@@ -225,6 +249,7 @@ def _kernel(
   replica_refs: Sequence[Any],
   scratch_refs: Sequence[Any],
   buffer_refs: Sequence[Any],
+  arrivals: tiling.Arrivals,
   *,
   tiles: Sequence[Tiles],
   num_home: int,
@@ -233,7 +258,7 @@ def _kernel(
   tuning: TransferTuning,
 ) -> None:
   work_ref, *home_refs = operand_refs
-  all_loaded, all_landed = scratch_refs
+  all_loaded, all_landed = scratch_refs  # the latter counts tiles that are to be forwarded
   all_works, *buffer_refs = buffer_refs
   worker = lax.axis_index(tiling.WORKER_AXIS)
   loaded, landed = all_loaded.at[worker], all_landed.at[worker]
@@ -252,14 +277,19 @@ def _kernel(
     slot = copy_field(index, _Fields.CHILD)
     return lax.div(slot, num_slots), lax.rem(slot, num_slots)
 
-  def announce(index: Array) -> None:
+  def announce(semaphore: Callable[[Array], Any], index: Array) -> None:
     rank, slot = child(index)
-    peers.signal(landed.at[slot], rank, axis_name)
+    peers.signal(semaphore(slot), rank, axis_name)
 
-  def send(begin: Array, each: Tiles, offset: Array) -> Array:
-    """Sends a tile of one source; copies from ``begin`` on. Returns where those of the next are."""
-    home_ref, replica_ref = home_refs[each.array], replica_refs[each.array]
-    buffer, part = tiling.buffer(each, tiles, buffer_refs), pl.ds(offset, each.length)
+  def send(at: tuple[Array, Array], each: Tiles, offset: Array) -> tuple[Array, Array]:
+    """Sends a tile of one source: its copies begin there, and so many sends came before.
+
+    Returns the same of the next one.
+    """
+    (begin, before), home_ref, replica_ref = at, home_refs[each.array], replica_refs[each.array]
+    place = worker * _BUFFERS + lax.rem(before, jnp.int32(_BUFFERS))
+    buffer, part = tiling.buffer(each, tiles, buffer_refs, place), pl.ds(offset, each.length)
+    plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
     source = copy_field(begin, _Fields.SOURCE)
     relayed_end, end = (copy_field(begin, f) for f in (_Fields.RELAYED_END, _Fields.END))
 
@@ -283,39 +313,41 @@ def _kernel(
     @when(relayed_end > begin)
     def _() -> None:
       plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-      pl.loop(begin, relayed_end)(announce)
+      pl.loop(begin, relayed_end)(functools.partial(announce, lambda slot: landed.at[slot]))
 
-    @when(relayed_end == begin)
-    def _() -> None:
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    return end
+    return end, before + 1
 
   def send_turn(begin: Array) -> Array:
     """Sends all tiles of a turn, whose copies begin here. Returns where the next turn's do."""
     turn_end = copy_field(begin, _Fields.TURN_END)
+    _, num_sources = lax.while_loop(
+      lambda at: at[0] < turn_end,
+      lambda at: (copy_field(at[0], _Fields.END), at[1] + 1),
+      (begin, jnp.int32(0)),
+    )
     for each in tiles:
 
       def send_all(offset: Array, each: Tiles = each) -> None:
         send_next = functools.partial(send, each=each, offset=offset)
-        lax.while_loop(lambda index: index < turn_end, send_next, begin)
+        before = each.step(offset, tuning.num_workers) * num_sources
+        lax.while_loop(lambda at: at[0] < turn_end, send_next, (begin, before))
 
       each.each(tiling.worker_index(tuning), tuning.num_workers, send_all)
 
     plgpu.wait_smem_to_gmem(0)
-
-    @pl.loop(begin, turn_end)
-    def _(index: Array) -> None:
-      @when(index >= copy_field(index, _Fields.RELAYED_END))
-      def _() -> None:
-        announce(index)
-
+    pl.loop(begin, turn_end)(functools.partial(announce, arrivals.of_worker))
     return turn_end
 
-  lax.while_loop(lambda begin: begin < count, send_turn, jnp.int32(0))
+  watches = lax.axis_index(tiling.BLOCK_AXIS) == tuning.num_blocks
 
-  for slot in range(num_slots):
+  @when(~watches)
+  def _() -> None:
+    lax.while_loop(lambda begin: begin < count, send_turn, jnp.int32(0))
 
-    @when(all_works[worker, _Fields.AWAITED + slot] > 0)
-    def _(slot: int = slot) -> None:
-      pl.semaphore_wait(landed.at[slot])
+  @when(watches & (worker == 0))
+  def _() -> None:
+    @pl.loop(jnp.int32(0), jnp.int32(num_slots))
+    def _(slot: Array) -> None:
+      @when(all_works[worker, _Fields.FILLED + slot] > 0)
+      def _() -> None:
+        arrivals.watch(slot)

@@ -38,11 +38,12 @@ class Tiles:
 
   Attributes:
     array: which of the arrays.
-    start: where in a row the first tile begins, in elements, as all lengths.
+    start: where in a row the first tile begins; lengths and offsets are along the row's first axis.
     length: of a tile.
     count: of tiles.
     before: tiles dealt before these; the workers' turns go on from there.
     dtype: of the array.
+    rest: the row's other axes, which tiles have whole.
   """
 
   array: int
@@ -51,6 +52,7 @@ class Tiles:
   count: int
   before: int
   dtype: jnp.dtype
+  rest: tuple[int, ...] = ()
 
   def each(self, worker: Array, num_workers: int, visit: Callable[[Array], None]) -> None:
     """Calls ``visit(offset)`` for the tiles of a worker, in order (inside a kernel)."""
@@ -77,15 +79,25 @@ def worker_index(tuning: TransferTuning) -> Array:
   return lax.axis_index(BLOCK_AXIS) * tuning.workers + lax.axis_index(WORKER_AXIS)
 
 
-def cut(name: str, arrays: Sequence[Array], tuning: TransferTuning) -> list[Tiles]:
+def cut(
+  name: str, arrays: Sequence[Array], tuning: TransferTuning, *, flat: bool = True
+) -> list[Tiles]:
   """Cuts the rows (all but the leading axis) of arrays into tiles without overlap.
+
+  Args:
+    name: of the arrays.
+    arrays: ``[X, ...]``.
+    tuning: the most bytes of a tile.
+    flat: a row is cut as one vector; otherwise along its first axis alone, so that a tile may be
+      larger than asked for.
 
   Raises:
     NotImplementedError: a dtype that bulk copies cannot move, or a row that is not a multiple of
-      16 bytes.
+      16 bytes; not flat, a part of it.
     ValueError: a tuning whose tiles have no room for a buffer of each dtype.
   """
-  num_dtypes = max(len({array.dtype for array in arrays}), 1)
+  rests = [() if flat else array.shape[2:] for array in arrays]
+  num_dtypes = max(len({(array.dtype, rest) for array, rest in zip(arrays, rests, strict=True)}), 1)
   if tuning.tile_bytes < (least := num_dtypes * SHARED_ALIGNMENT):
     raise ValueError(
       f"tile_bytes: expected at least {least} for {num_dtypes} dtypes, got {tuning.tile_bytes}"
@@ -93,19 +105,21 @@ def cut(name: str, arrays: Sequence[Array], tuning: TransferTuning) -> list[Tile
   most = tuning.tile_bytes // num_dtypes // SHARED_ALIGNMENT * SHARED_ALIGNMENT
   tiles: list[Tiles] = []
   before = 0
-  for index, array in enumerate(arrays):
+  for index, (array, rest) in enumerate(zip(arrays, rests, strict=True)):
     if array.dtype not in _MOVABLE:
       raise NotImplementedError(f"{name}: expected a dtype of {_MOVABLE}, got {array.dtype}")
-    row, length = math.prod(array.shape[1:]), most // array.dtype.itemsize
-    if row == 0 or row * array.dtype.itemsize % ALIGNMENT:
+    size = math.prod(array.shape[1:])
+    whole = math.prod(rest) * array.dtype.itemsize  # bytes that a tile cannot divide
+    if size == 0 or (size if flat else math.prod(rest)) * array.dtype.itemsize % ALIGNMENT:
       raise NotImplementedError(
         f"{name}: expected rows of a positive multiple of {ALIGNMENT} bytes, got "
-        f"{row * array.dtype.itemsize} bytes ({array.shape[1:]} of {array.dtype})"
+        f"{size * array.dtype.itemsize} bytes ({array.shape[1:]} of {array.dtype})"
       )
-    full, rest = divmod(row, length)
-    for start, size, count in ((0, length, full), (full * length, rest, 1)):
-      if size and count:
-        tiles.append(Tiles(index, start, size, count, before, array.dtype))
+    length, row = max(most // whole, 1), size // math.prod(rest)
+    full, left = divmod(row, length)
+    for start, each, count in ((0, length, full), (full * length, left, 1)):
+      if each and count:
+        tiles.append(Tiles(index, start, each, count, before, array.dtype, rest))
         before += count
   return tiles
 
@@ -119,35 +133,77 @@ _MOVABLE = tuple(
 )
 
 
-def buffers(tiles: Sequence[Tiles], tuning: TransferTuning) -> list[Any]:
-  """Scratch types for a tile buffer per worker and dtype; see ``buffer``."""
+def buffers(tiles: Sequence[Tiles], tuning: TransferTuning, each: int = 1) -> list[Any]:
+  """Scratch types for tile buffers, so many for each worker and form of tiles; see ``buffer``."""
   return [
-    plgpu.SMEM((tuning.workers, _padded(length, dtype)), dtype)
-    for dtype, length in _buffer_lengths(tiles).items()
+    plgpu.SMEM((tuning.workers * each, length if rest else _padded(length, dtype), *rest), dtype)
+    for (dtype, rest), length in _buffer_lengths(tiles).items()
   ]
 
 
-def buffer(tiles: Tiles, all_tiles: Sequence[Tiles], buffer_refs: Sequence[Any]) -> Any:
-  """This worker's buffer for a tile of ``tiles`` (inside a kernel)."""
-  return whole_buffer(tiles, all_tiles, buffer_refs).at[jnp.s_[: tiles.length]]
+def buffer(
+  tiles: Tiles,
+  all_tiles: Sequence[Tiles],
+  buffer_refs: Sequence[Any],
+  which: Array | None = None,
+) -> Any:
+  """This worker's buffer for a tile of ``tiles``, or of all that there are (inside a kernel)."""
+  return whole_buffer(tiles, all_tiles, buffer_refs, which).at[jnp.s_[: tiles.length]]
 
 
-def whole_buffer(tiles: Tiles, all_tiles: Sequence[Tiles], buffer_refs: Sequence[Any]) -> Any:
-  """The same, to its end at a multiple of 128 bytes."""
-  index = list(_buffer_lengths(all_tiles)).index(tiles.dtype)
-  return buffer_refs[index].at[lax.axis_index(WORKER_AXIS)]
+def whole_buffer(
+  tiles: Tiles,
+  all_tiles: Sequence[Tiles],
+  buffer_refs: Sequence[Any],
+  which: Array | None = None,
+) -> Any:
+  """The same, to its end; flat, that is a multiple of 128 bytes."""
+  index = list(_buffer_lengths(all_tiles)).index((tiles.dtype, tiles.rest))
+  return buffer_refs[index].at[lax.axis_index(WORKER_AXIS) if which is None else which]
 
 
-def _buffer_lengths(tiles: Sequence[Tiles]) -> Mapping[jnp.dtype, int]:
-  lengths: dict[jnp.dtype, int] = {}
+def _buffer_lengths(tiles: Sequence[Tiles]) -> Mapping[tuple[jnp.dtype, tuple[int, ...]], int]:
+  lengths: dict[tuple[jnp.dtype, tuple[int, ...]], int] = {}
   for each in tiles:
-    lengths[each.dtype] = max(lengths.get(each.dtype, 0), each.length)
+    form = each.dtype, each.rest
+    lengths[form] = max(lengths.get(form, 0), each.length)
   return lengths
 
 
 def _padded(length: int, dtype: jnp.dtype) -> int:
   unit = SHARED_ALIGNMENT // dtype.itemsize
   return -(-length // unit) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrivals:
+  """Which slots of a rank are filled, known to all blocks of a kernel (inside it).
+
+  The workers of a sender count a slot up, on the rank that has it. One warpgroup there, the
+  watcher, waits until all have, and tells its own GPU. All other blocks wait for the watcher, for
+  each of their tiles: to wait for another GPU takes 3 µs, even if all is there.
+
+  Attributes:
+    semaphores: ``[2, S]``, counts of workers, and one for each slot that is complete.
+    tuning: of the transfer.
+  """
+
+  semaphores: Any
+  tuning: TransferTuning
+
+  def of_worker(self, slot: Array) -> Any:
+    """What each worker adds one to when it has filled a slot."""
+    return self.semaphores.at[0, slot]
+
+  def watch(self, slot: Array) -> None:
+    """Waits for all workers, and tells the other blocks."""
+    pl.semaphore_wait(self.of_worker(slot), self.tuning.num_workers)
+    plgpu.semaphore_signal(self.semaphores.at[1, slot], memory_scope="gpu")
+
+  def wait(self, slot: Array) -> None:
+    """Waits until a slot is complete."""
+    done = self.semaphores.at[1, slot]
+    plgpu.semaphore_wait(done, decrement=False, memory_scope="gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +219,13 @@ class Transfer:
     out_type: of the results.
     scratch_types: barriers and semaphores.
     buffers: shared memory; blocks that run something else use theirs for that.
-    body: called with references to operands and updated arrays, results, scratch and buffers.
+    body: called with references to operands and updated arrays, results, scratch and buffers, and
+      with the slots' arrivals.
     finish: from the kernel's results and updated arrays to what the caller wants.
     tuning: its blocks and workers, placed.
     name: of the kernel, when alone.
+    slots: that it fills. The kernel has semaphores for each (``Arrivals``), and a block more, which
+      watches them.
   """
 
   operands: Sequence[Array]
@@ -174,10 +233,22 @@ class Transfer:
   out_type: Sequence[Any]
   scratch_types: Sequence[Any]
   buffers: Sequence[Any]
-  body: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], None]
+  body: Callable[..., None]
   finish: Callable[[Sequence[Array]], Any]
   tuning: TransferTuning
   name: str
+  slots: int = 0
+
+  @property
+  def blocks(self) -> int:
+    """Of the kernel, or of its first ones."""
+    return self.tuning.num_blocks + bool(self.slots)
+
+  def arrivals(self) -> "Arrivals | None":
+    """Of the slots, if there are any (inside a kernel)."""
+    if not self.slots:
+      return None
+    return Arrivals(pl.get_global(plgpu.SemaphoreType.REGULAR((2, self.slots))), self.tuning)
 
   def launch(self) -> Any:
     """Runs it in a kernel of its own."""
@@ -185,7 +256,7 @@ class Transfer:
     counts = [given, len(self.out_type), len(self.scratch_types)]
 
     def body(*refs: Any) -> None:
-      self.body(*split(refs, counts))
+      self.body(*split(refs, counts), self.arrivals())
 
     results = launch(
       body,
@@ -193,7 +264,7 @@ class Transfer:
       out_type=self.out_type,
       updated=self.updated,
       reaches_others=True,
-      grid=(self.tuning.num_blocks,),
+      grid=(self.blocks,),
       grid_names=(BLOCK_AXIS,),
       num_threads=self.tuning.workers,
       thread_name=WORKER_AXIS,

@@ -19,8 +19,6 @@ from jax import lax
 from pallas_kernels import support
 from pallas_kernels.support import Array, AxisName
 
-TURNS = 16  # in which copies are sent; keys of what is to do have place for so many
-
 
 @dataclasses.dataclass(frozen=True)
 class Trees:
@@ -89,7 +87,15 @@ def check(
   if len(sizes) > 1 or 0 in sizes:
     raise ValueError(f"{name}: expected one leading size M >= 1, got {sorted(sizes)}")
   support.check_mesh(axis_name)
-  num_sources = sum(sizes) + replica_expert_GS.shape[1]
-  keys = 4 * (TURNS + 1) * num_ranks * num_sources * max(replica_expert_GS.size, 1)
-  if keys > jnp.iinfo(jnp.int32).max:
+  if most_turns(num_ranks, replica_expert_GS.shape[1], sum(sizes)) < 1:
     raise NotImplementedError(f"replica_expert_GS: too large for int32: {replica_expert_GS.shape}")
+
+
+def most_turns(num_ranks: int, num_slots: int, num_home: int) -> int:
+  """In which copies can be sent; keys of what is to do have place for so many in int32.
+
+  >>> most_turns(8, 14, 16)
+  19972
+  """
+  of_turn = 4 * num_ranks * (num_home + num_slots) * max(num_ranks * num_slots, 1)
+  return int(jnp.iinfo(jnp.int32).max) // of_turn - 1

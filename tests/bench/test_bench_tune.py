@@ -2,21 +2,24 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_interpret import interpreted
+from grouped_rows import interpreted
 
 from pallas_kernels.matmul.layout import MatmulTuning
+from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.tunings import Entry, Tunings
 from ultraep_jax.bench import contest
 from ultraep_jax.bench.contest import NO_TIME, Contest, Outcome, Pace, choose
-from ultraep_jax.bench.kernels import grouped_matmul, matmul_problems
+from ultraep_jax.bench.kernels import by_copies, grouped_matmul, matmul_problems
 from ultraep_jax.bench.tune import command as tune
 from ultraep_jax.bench.tune import description
+from ultraep_jax.bench.tune import matmuls as tune_matmuls
 from ultraep_jax.bench.tune import transfers as tune_transfers
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
@@ -174,7 +177,7 @@ def test_all_programs_of_a_problem_compute_the_same(name):
 
 
 @pytest.mark.parametrize(
-  ("name", "kept"), [("gated gpt-oss", 1), ("gated only gpt-oss", 0), ("gated split", 2)]
+  ("name", "kept"), [("gated gpt-oss", 1), ("gated only gpt-oss", 0), ("gated beside", 2)]
 )
 def test_a_gated_problem_lowers_for_gpus(name, kept):
   problem = matmul_problems.Problem.of(name, "gpt-oss-120b", 512)
@@ -186,6 +189,39 @@ def test_a_gated_problem_lowers_for_gpus(name, kept):
   inner, *hidden = jax.tree.leaves(lowered.out_info)
   assert inner.shape == (512, 2880) and len(hidden) == kept
   jax.eval_shape(competing.others["dense"], *shapes)
+
+
+@pytest.mark.parametrize(
+  "name", [name for name, operation in matmul_problems.PROBLEMS.items() if "beside" in operation]
+)
+def test_a_problem_beside_a_transfer_has_room_for_it_and_lowers(name):
+  problem = matmul_problems.Problem.of(name, "glm4.5-106b", 2048)
+  assert problem.default.waves > 1
+  tunings = tune_matmuls.candidates(problem, more=True)
+  assert tunings and all(each.cluster == 1 for each in tunings.values())
+  # Where replicas arrive, rows of home slots come first, whatever is asked for.
+  assert not (problem.replicas_arrive and {"short last", "by slot"} & set(tunings))
+  for tuning in list(tunings.values())[:2]:
+    competing = tune_matmuls.contest(problem, {"tuned": tuning})
+    program = jax.jit(competing.programs["tuned"])
+    shapes = jax.eval_shape(competing.make)
+    text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward down beside", "gated beside", "gated only beside"])
+def test_what_is_multiplied_by_copies_is_the_same(name, monkeypatch):
+  """Interpreted: the copies are complete when they are read."""
+  monkeypatch.setattr(by_copies, "COPYING", TransferTuning(1, 3, 1024))
+  problem = matmul_problems.Problem(name, "small", 256, 128, 64, home=3, replica=2)
+  parts = problem.parts()
+  kernels = {"kernel": functools.partial(parts.kernel, tuning=MatmulTuning(blocks=1))}
+  competing = problem.contest({**kernels, **parts.peers})
+  competing = dataclasses.replace(competing, most_error=0.0)
+  with interpreted():
+    ((_, outcome),) = contest.hold([competing], Pace(workers=1, calls=1, rounds=1))
+  assert set(outcome.seconds) == {"kernel", "whole"} and not outcome.failures
 
 
 def test_matmuls_are_timed_as_the_table_says(monkeypatch, capsys):

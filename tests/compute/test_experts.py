@@ -103,7 +103,7 @@ class Replicas:
   def __init__(self, copies):
     self.filled_S = lambda: jnp.ones(copies.wo.shape[0], bool)
     self.copies = lambda: copies
-    self.copying = lambda: None
+    self.copying = lambda arrays, flat=True: None
     self.reducing = lambda replica_grads, home_grads: None
 
   def reduce(self, replica_grads, home_grads):

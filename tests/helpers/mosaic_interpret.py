@@ -41,6 +41,7 @@ _WAITS = (pallas.semaphore_wait_p, gpu_primitives.semaphore_wait_p)
 _DEVICE = 1  # where an allocation key, an int array, holds the device
 _BLOCK = 2  # of the cluster
 _REFERENCES = 4  # and how many threads refer to it, which is no part of its identity
+_ALL_BLOCKS = -1  # in place of a block: of semaphores that all blocks of a device share
 
 # Numbers that no named barrier has.
 _BLOCK_BARRIER, _CLUSTER_BARRIER = -1, -2
@@ -167,8 +168,9 @@ def _found(shared: Any, races: Any) -> Iterator[str]:
   """What is wrong with a kernel that has ended."""
   if races.races_found:
     yield "the kernel has a race"
-  # Whose signal it is, the next kernel would take for its own.
-  values = [value for value, _ in shared.__dict__.get("semaphores", {}).values()]
+  # No signal is one too many. Of those that all blocks share, each counts up to what it waits for.
+  semaphores = shared.__dict__.get("semaphores", {})
+  values = [value for key, (value, _) in semaphores.items() if key[_BLOCK] != _ALL_BLOCKS]
   if any(values):
     yield f"the kernel leaves {sum(map(bool, values))} semaphores of {len(values)} above zero"
 
@@ -272,7 +274,7 @@ def _patch_semaphores() -> None:
       eqn.replace(
         primitive=gpu_primitives.inline_mgpu_p, params={**eqn.params, "is": eqn.primitive}
       )
-      if eqn.primitive in _SIGNALS + _WAITS
+      if eqn.primitive in (*_SIGNALS, *_WAITS, pallas.get_global_p)
       else eqn
       for eqn in jaxpr.eqns
     ]
@@ -292,6 +294,10 @@ def _patch_semaphores() -> None:
       return _call_twin(self, eqn, token, values)
     if "is" not in eqn.params:
       return custom(self, eqn, token, values)
+    if eqn.params["is"] is pallas.get_global_p:
+      key = gpu_callbacks.HostAllocationKey.shape_and_dtype()
+      key = jnp.zeros(key.shape, key.dtype).at[_BLOCK].set(_ALL_BLOCKS)
+      return token, [key.at[_DEVICE].set(self.thread.device_id)]
     tree = eqn.params["args_tree"]
     args = jax.tree.unflatten(tree, values())
     aval = jax.tree.unflatten(tree, [v.aval for v in eqn.invars])[0]

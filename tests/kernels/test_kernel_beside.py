@@ -13,7 +13,12 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import support
 from pallas_kernels.matmul import layout
 from pallas_kernels.matmul.gated import Projections, gated_beside, gated_matmul
-from pallas_kernels.matmul.grouped import grouped_matmul_sum, sum_beside
+from pallas_kernels.matmul.grouped import (
+  grouped_matmul,
+  grouped_matmul_sum,
+  matmul_beside,
+  sum_beside,
+)
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
 from pallas_kernels.transfer.reduce_replicas import reduction
 from pallas_kernels.transfer.replicate import replication
@@ -33,8 +38,10 @@ def reglu(gate, up):
   return jax.nn.relu(gate) * up
 
 
-def gated_by_copies(tuning, plan, rows, gate, up, sizes, matmul=None):
-  copying = replication([gate, up], *plan, axis_name="expert", tuning=tuning)
+def gated_by_copies(tuning, plan, rows, gate, up, sizes, matmul=None, rows_first=None):
+  copying = replication(
+    [gate, up], *plan, axis_name="expert", tuning=tuning, home_rows_G=rows_first, flat=False
+  )
   return gated_beside(
     copying,
     rows,
@@ -44,6 +51,13 @@ def gated_by_copies(tuning, plan, rows, gate, up, sizes, matmul=None):
     keep_hidden=False,
     tuning=matmul,
   )
+
+
+def matmul_by_copies(tuning, plan, rows, weights, sizes, matmul=None, rows_first=None):
+  copying = replication(
+    [weights], *plan, axis_name="expert", tuning=tuning, home_rows_G=rows_first, flat=False
+  )
+  return matmul_beside(copying, rows, weights, sizes, tuning=matmul)
 
 
 def sum_and_reduction(tuning, plan, rows, grads, homes, replicas, sizes):
@@ -89,33 +103,44 @@ def test_copies_arrive_beside_the_weight_gradient(few_blocks):
     np.testing.assert_array_equal(replica[rank], alone[1][0])
 
 
+# Rank 1 forwards an expert of rank 0, sends one of its own and has two copies; rank 2 has two.
+COPIES = jnp.array([[3, -1], [0, 5], [0, 2]], jnp.int32)
+SENDERS = jnp.array([[1, -1], [0, 2], [1, 1]], jnp.int32)
+ROWS_OF_THREE = jnp.array([[60, 100, 64, 0], [0, 64, 128, 64], [0, 0, 192, 64]], jnp.int32)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("matmul", ["gated", "plain"])
 @pytest.mark.parametrize("even", [True, False])
-def test_copies_arrive_beside_the_rows_that_need_none(even, few_blocks):
+def test_rows_of_replicas_wait_for_their_copies(matmul, even, few_blocks):
   rng = np.random.default_rng(0)
-  rows = exact(rng, RANKS * 256, 64)
-  gate, up = exact(rng, RANKS * HOME, 64, 128), exact(rng, RANKS * HOME, 64, 128)
-  sizes = jnp.array([256, 0, 64, 128], jnp.int32)  # no row is stored twice
+  ranks, home, slots = 3, 2, 2
+  rows = exact(rng, ranks * 256, 64)
+  weights = [exact(rng, ranks * home, 64, 128) for _ in range(2 if matmul == "gated" else 1)]
   tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
+  options = {"matmul": layout.MatmulTuning(even=even), "rows_first": jnp.array([9, 0, 3])}
+  function = gated_by_copies if matmul == "gated" else matmul_by_copies
   with interpreted(races=True):
-    matmul = layout.MatmulTuning(even=even)
-    run = on_ranks(functools.partial(gated_by_copies, matmul=matmul), tuning, (REPLICA, PARENT))
-    (inner, _), copies = jax.block_until_ready(run(rows, gate, up, sizes))
-  np.testing.assert_array_equal(copies[0][1], gate[0])
-  np.testing.assert_array_equal(copies[1][1], up[0])
-  for rank in range(RANKS):
-    part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
-    used = int(sizes[2 * rank : 2 * rank + 2].sum())
+    run = on_ranks(functools.partial(function, **options), tuning, (COPIES, SENDERS), ranks)
+    out, copies = jax.block_until_ready(run(rows, *weights, ROWS_OF_THREE.reshape(-1)))
+  out = out.inner_CN if matmul == "gated" else out
+  filled_N = np.asarray(COPIES).reshape(-1) >= 0
+  for copy, array in zip(copies, weights, strict=True):
+    assert copy.shape == (ranks * slots, *array.shape[1:])
+    np.testing.assert_array_equal(copy[filled_N], array[COPIES.reshape(-1)[filled_N]])
+  for rank in range(ranks):
+    part, mine = slice(256 * rank, 256 * rank + 256), slice(home * rank, home * rank + home)
+    used = int(ROWS_OF_THREE[rank].sum())
+    replicas = [array[jnp.maximum(COPIES[rank], 0)] for array in weights]
     with interpreted():
-      alone = gated_matmul(
-        rows[part],
-        *(Projections((gate[at], up[at])) for at in (mine, slice(1))),
-        sizes[2 * rank : 2 * rank + 2],
-        reglu,
-        keep_hidden=False,
-      )
-      alone = jax.block_until_ready(alone.inner_CN)
-    np.testing.assert_array_equal(inner[part][:used], alone[:used])
+      if matmul == "gated":
+        pairs = Projections(tuple(x[mine] for x in weights)), Projections(tuple(replicas))
+        alone = gated_matmul(rows[part], *pairs, ROWS_OF_THREE[rank], reglu, keep_hidden=False)
+        alone = jax.block_until_ready(alone.inner_CN)
+      else:
+        alone = grouped_matmul(rows[part], weights[0][mine], replicas[0], ROWS_OF_THREE[rank])
+        alone = jax.block_until_ready(alone)
+    np.testing.assert_array_equal(np.asarray(out[part])[:used], np.asarray(alone)[:used])
 
 
 @pytest.mark.slow
@@ -182,10 +207,10 @@ def test_lowers_for_gpus(slots, check_vma):
     sizes,
   )
   gated = lower(gated_by_copies, copying, rows, up, up, sizes)
-  for text, kernels in ((wgrad, 1), (total, 1), (gated, 2)):
-    assert text.count("custom_call @mosaic_gpu") == kernels
-  for text in (total, gated):
-    assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in text
+  down = lower(matmul_by_copies, copying, shape(capacity, inner), shape(home, inner, width), sizes)
+  for text in (wgrad, total, gated, down):
+    assert text.count("custom_call @mosaic_gpu") == 1
+  assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in total
 
 
 def test_workers_must_be_the_warpgroups_of_the_matmul():

@@ -1,11 +1,13 @@
 """The fused projections into an expert: lowering, results interpreted, activations."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assignments import mesh
 from grouped_rows import (
   CAPACITY,
   DEFERRED,
@@ -25,9 +27,14 @@ from grouped_rows import (
   spans,
   used_rows,
 )
+from jax.sharding import PartitionSpec as P
+from programs import kernels
 
 from pallas_kernels.matmul.gated import Projections, gated_beside, gated_matmul
+from pallas_kernels.matmul.grouped import matmul_beside
 from pallas_kernels.matmul.layout import MatmulTuning
+from pallas_kernels.transfer.replicate import replication
+from pallas_kernels.transfer.tuning import TransferTuning
 
 CAPTURED = np.ones((64, 64), np.float32)
 
@@ -233,69 +240,109 @@ def test_inner_is_the_same_without_hidden(columns, tuning):
   np.testing.assert_array_equal(one[: sum(SIZES[0])], other[: sum(SIZES[0])])
 
 
-def split(rows, home, replica, sizes, tuning=None, **kwargs):
-  """As ``gated_matmul``, with replicas that come from no transfer."""
-  kwargs |= {"replicas": replica, "tuning": tuning, "replica_tuning": tuning}
-  return gated_beside(None, rows, home, sizes, **kwargs)[0]
+# Two ranks of two experts have copies of each other's, in another order.
+COPIES, SENDERS = jnp.array([[3, 2], [1, 0]], jnp.int32), jnp.array([[1, 1], [0, 0]], jnp.int32)
+
+
+def copying(arrays):
+  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
+  return replication(arrays, COPIES, SENDERS, axis_name="expert", tuning=tuning, flat=False)
+
+
+def on_two_ranks(function, *operands):
+  specs = {"in_specs": P("expert"), "out_specs": P("expert")}
+  return jax.shard_map(function, mesh=mesh((2, "expert")), **specs)(*operands)
+
+
+def brought(rows, home, sizes, biases=(), **options):
+  """``gated_beside``, of both ranks."""
+
+  def run(rows, home, sizes, biases):
+    transfer = copying(home.weights)
+    return gated_beside(transfer, rows, home, sizes, replica_biases=biases, **options)
+
+  return on_two_ranks(run, rows, home, sizes, biases)
 
 
 # Of two home and two replica slots: a border inside a tile, replicas without rows, homes without.
-SPLITS = [[0, 77, 0, 50], [150, 70, 1, 300], [300, 340, 0, 0], [0, 0, 640, 0], [0, 0, 0, 0]]
+BROUGHT = [[0, 77, 0, 50], [150, 70, 1, 300], [300, 340, 0, 0], [0, 0, 640, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("keep_hidden", "columns", "tuning"),
-  [(True, "apart", TOGETHER), (False, "interleaved", TOGETHER), (True, "apart", EVEN)],
+  ("keep_hidden", "columns", "biases", "tuning"),
+  [
+    (True, "apart", False, TOGETHER),
+    (False, "interleaved", True, TOGETHER),
+    (True, "fused", False, DEFERRED),
+    (False, "ungated", True, IN_TURNS),
+    (True, "apart", False, EVEN),
+    (False, "fused", True, EVEN),
+  ],
 )
-def test_home_and_replica_slots_apart_give_the_same_bits(keep_hidden, columns, tuning):
+def test_replicas_that_are_brought_give_the_same_bits(keep_hidden, columns, biases, tuning):
   rng = np.random.default_rng(0)
-  biases = columns != "apart"
-  weights = [
-    projections(functools.partial(exact, rng), columns, biases, 2, 64, 128) for _ in range(2)
-  ]
-  options = {"unit": reglu, "keep_hidden": keep_hidden, "tuning": tuning, "columns": columns}
-  whole, apart = (jax.jit(functools.partial(f, **options)) for f in (gated_matmul, split))
-  for sizes in SPLITS:
-    arguments = used_rows(rng, sizes, 64), *weights, jnp.array(sizes)
+  home = projections(functools.partial(exact, rng), columns, biases, 4, 64, 128)
+  replica = jax.tree.map(lambda x: x[COPIES.reshape(-1)], home)
+  # The biases are the caller's, which is to show.
+  replica = replica._replace(biases=tuple(2 * x for x in replica.biases))
+  unit = jax.nn.relu if columns == "ungated" else reglu
+  options = {"unit": unit, "keep_hidden": keep_hidden, "tuning": tuning, "columns": columns}
+  whole, beside = (jax.jit(functools.partial(f, **options)) for f in (gated_matmul, brought))
+  for pair in itertools.pairwise(BROUGHT):
+    rows = [used_rows(rng, sizes, 64) for sizes in pair]
     with interpreted():
-      results = jax.block_until_ready((whole(*arguments), apart(*arguments)))
-    expected, got = (jax.tree.leaves(x) for x in results)
-    assert len(expected) == 1 + keep_hidden * len(weights[0].weights)
-    for x, y in zip(expected, got, strict=True):
-      np.testing.assert_array_equal(np.asarray(x)[: sum(sizes)], np.asarray(y)[: sum(sizes)])
+      sizes_N = jnp.array(pair).reshape(-1)
+      got, copies = beside(jnp.concatenate(rows), home, sizes_N, replica.biases)
+      got, copies = jax.block_until_ready((got, copies))
+    for copy, weights in zip(copies, replica.weights, strict=True):
+      np.testing.assert_array_equal(copy, weights)
+    for rank, sizes in enumerate(pair):
+      mine = (jax.tree.map(lambda x, at=2 * rank: x[at : at + 2], x) for x in (home, replica))
+      with interpreted():
+        expected = jax.block_until_ready(whole(rows[rank], *mine, jnp.array(sizes)))
+      expected, results = jax.tree.leaves(expected), jax.tree.leaves(got)
+      assert len(expected) == 1 + keep_hidden * len(home.weights)
+      used = slice(rank * CAPACITY, rank * CAPACITY + sum(sizes))
+      for x, y in zip(expected, results, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[: sum(sizes)], np.asarray(y)[used])
 
 
-def test_replica_slots_are_written_in_place():
-  f = functools.partial(split, unit=swiglu, keep_hidden=True)
-  weights = [Projections((shape(slots, 256, 512),) * 2) for slots in (16, 2)]
-  text = lower(f, shape(4096, 256), *weights, shape(18, dtype=jnp.int32))
-  home, replica = (x for x in text.splitlines() if "custom_call @mosaic_gpu" in x)
-  name = home.split(":")[0].strip()
-  assert replica.count("#stablehlo.output_operand_alias<") == 3
-  assert all(f"{name}#{i}" in replica for i in range(3))  # as they are: nothing copies them
+def brought_gated(rows, home, sizes):
+  return brought(rows, home, sizes, unit=swiglu, keep_hidden=False)[0].inner_CN
 
 
-def test_both_kernels_run_again_under_checkpoint():
+def brought_plain(rows, home, sizes):
+  def run(rows, weights, sizes):
+    return matmul_beside(copying([weights]), rows, weights, sizes)[0]
+
+  return on_two_ranks(run, rows, home.weights[0], sizes)
+
+
+KERNELS = {brought_gated: "gated_matmul", brought_plain: "grouped_matmul"}
+
+
+@pytest.mark.parametrize("forward", KERNELS)
+def test_a_kernel_with_copies_runs_again_under_checkpoint(forward):
   """An effect, as that of a mutable reference, would not: gradients would be wrong."""
+  multiply = jax.custom_vjp(forward)
 
-  @jax.custom_vjp
-  def gate(rows, *operands):
-    return forward(rows, *operands)[0]
+  def kept(*operands):
+    out = forward(*operands)
+    return out, out
 
-  def forward(rows, *operands):
-    kept = split(rows, *operands, unit=swiglu, keep_hidden=True)
-    return kept.inner_CN, kept.hidden[0]
+  multiply.defvjp(kept, lambda out, grad: (out[:, :256] * grad[:, :256], None, None))
 
-  gate.defvjp(forward, lambda gate_CN, grad: (gate_CN[:, :256] * grad[:, :256], *[None] * 3))
+  def loss(wrap, rows, *operands):
+    return jnp.sum(wrap(jax.jit(multiply))(rows, *operands).astype(jnp.float32))
 
-  def gradient(rows, *operands):
-    wrapped = jax.checkpoint(jax.jit(gate))
-    return jax.grad(lambda rows: jnp.sum(wrapped(rows, *operands).astype(jnp.float32)))(rows)
-
-  weights = [Projections((shape(slots, 256, 256),) * 2) for slots in (2, 1)]
-  text = lower(gradient, shape(512, 256), *weights, shape(3, dtype=jnp.int32))
-  assert text.count("custom_call @mosaic_gpu") == 2
+  weights = Projections((shape(4, 256, 256),) * 2)
+  operands = shape(1024, 256), weights, shape(8, dtype=jnp.int32)
+  for wrap, runs in (lambda function: function, 1), (jax.checkpoint, 2):
+    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, wrap)))
+    traced = gradient.trace(*operands)
+    assert [kernel.params["name"] for kernel in kernels(traced.jaxpr)] == [KERNELS[forward]] * runs
+    assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
@@ -319,10 +366,17 @@ def zeros(*sizes):
 
 
 def test_refuses_slots_without_weights():
-  weights = Projections((zeros(2, 64, 128),) * 2)
-  arguments = zeros(256, 64), weights, jnp.zeros(5, jnp.int32), swiglu
-  with pytest.raises(ValueError, match=r"slots: expected 2 of range\(0, 5\), got range\(2, 5\)"):
-    jax.eval_shape(lambda: gated_beside(None, *arguments, keep_hidden=False, replicas=weights))
+  weights = Projections((zeros(4, 64, 128),) * 2)
+  arguments = zeros(512, 64), weights, jnp.zeros(10, jnp.int32)
+  with pytest.raises(ValueError, match=r"group_size_P: expected shape \(4,\), got \(5,\)"):
+    jax.eval_shape(lambda: brought(*arguments, unit=swiglu, keep_hidden=False))
+
+
+def test_refuses_replicas_without_the_biases_of_homes():
+  weights = Projections((zeros(4, 64, 128),) * 2, (zeros(4, 128),) * 2)
+  arguments = zeros(512, 64), weights, jnp.zeros(8, jnp.int32)
+  with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+    jax.eval_shape(lambda: brought(*arguments, unit=swiglu, keep_hidden=False))
 
 
 @pytest.mark.parametrize(

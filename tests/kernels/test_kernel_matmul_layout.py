@@ -1,5 +1,7 @@
 """What the matmul kernels share: the order of tiles and their sizes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,29 @@ def test_position_is_a_bijection(num_rows, num_cols, band):
   assert got == {(r, c) for r in range(num_rows) for c in range(num_cols)}
   # The tiles worked on together stay within a band.
   assert len(set(cols[: num_rows * min(band, num_cols) // 2].tolist())) <= band
+
+
+@pytest.mark.parametrize(("band", "at_once"), [(1, 3), (8, 39), (16, 4), (16, 132)])
+@pytest.mark.parametrize(("home", "others"), [(0, 0), (0, 3), (7, 0), (7, 3), (1, 20)])
+def test_tiles_of_home_slots_come_first_where_replicas_arrive(home, others, band, at_once):
+  num_rows, num_cols = home + others, 11
+  home_first, position = layout.home_first, layout.position
+  rows, first = jnp.int32(num_rows), jnp.int32(home)
+  tiles = jnp.arange(num_rows * num_cols, dtype=jnp.int32)
+  places = jax.vmap(lambda t: home_first(t, rows, first, num_cols, band, at_once))(tiles)
+  got = np.stack(places, axis=1)
+  at_home = num_cols * home
+  places = jax.vmap(lambda t: position(t, jnp.int32(max(home, 1)), num_cols, band))(tiles)
+  np.testing.assert_array_equal(got[:at_home], np.stack(places, axis=1)[:at_home])
+  # The others by as many rows as are worked on side by side: none waits for copies of later ones.
+  together = max(at_once // min(band, num_cols), 1)
+  for row in range(home, num_rows, together):
+    part = got[row * num_cols : min(row + together, num_rows) * num_cols].tolist()
+    expected = itertools.product(range(row, min(row + together, num_rows)), range(num_cols))
+    assert sorted(part) == list(map(list, expected))
+    assert (
+      len({col for _, col in part[: len(part) * min(band, num_cols) // (2 * num_cols)]}) <= band
+    )
 
 
 @pytest.mark.parametrize(("clusters", "waves"), [(132, 1), (66, 1), (132, 7), (8, 1), (39, 3)])

@@ -1,5 +1,6 @@
 """The replication kernel: lowering for GPUs, runs on virtual devices, and its work lists."""
 
+import contextlib
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
-from pallas_kernels.transfer import tiles
+from pallas_kernels.transfer import tiles, trees
 from pallas_kernels.transfer.replicate import _Fields, _turns, _work_list, replicate
 from pallas_kernels.transfer.tuning import TransferTuning
 
@@ -151,13 +152,8 @@ def test_no_slots_and_no_arrays_need_no_kernel():
 # --- work lists ------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def jitted_work_list(replica_GS, parent_GS, home_rows_G, rank, home):
-  return _work_list(replica_GS, parent_GS, _turns(replica_GS, home_rows_G), rank, home)
-
-
 def decoded(work, slots):
-  """Awaited slots, and in turns the sources in order: the source, forwarded and final copies."""
+  """Filled slots, and in turns the sources in order: the source, forwarded and final copies."""
   turns, index = [], 0
   while index < work[_Fields.COUNT]:
     sources, turn_end = [], work[_Fields.copy(slots, index, _Fields.TURN_END)]
@@ -169,30 +165,40 @@ def decoded(work, slots):
       sources.append((source, copies[: relayed_end - index], copies[relayed_end - index :]))
       index = end
     turns.append(sources)
-  return np.flatnonzero(work[_Fields.AWAITED :][:slots]).tolist(), turns
+  return np.flatnonzero(work[_Fields.FILLED :][:slots]).tolist(), turns
 
 
 @settings(max_examples=60)
-@example(CROSSING, [0] * 6)
-@example(CROSSING, [5, 4, 3, 2, 1, 0])
-@given(placements(), st.lists(st.integers(0, 40), min_size=6, max_size=6))
-def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows):
+@example(CROSSING, [0] * 6, (1, None))
+@example(CROSSING, [5, 4, 3, 2, 1, 0], (1, None))
+@example(CROSSING, [5, 4, 3, 2, 1, 0], (1, 2))
+@example(CROSSING, [5, 4, 3, 2, 1, 0], (3, None))
+@given(
+  placements(),
+  st.lists(st.integers(0, 40), min_size=6, max_size=6),
+  st.sampled_from([(1, None), (1, 1), (1, 2), (2, None)]),
+)
+def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows, turns):
   """Runs the lists of all ranks for two tiles, one worker a rank, as far as they get."""
-  home, replica_GS, parent_GS = placement
+  (home, replica_GS, parent_GS), (together, most_turns) = placement, turns
   ranks, slots = replica_GS.shape
   home_rows_G = jnp.array(rows[:ranks], jnp.int32)
-  lists = [
-    decoded(
-      np.asarray(jitted_work_list(replica_GS, parent_GS, home_rows_G, jnp.int32(rank), home)), slots
-    )
-    for rank in range(ranks)
-  ]
-  landed = np.zeros((ranks, slots), int)
+  with few_turns(most_turns):
+    make = jax.jit(_work_list, static_argnums=4)
+    turn_N = _turns(jnp.array(replica_GS), home_rows_G, home, together)
+    lists = [
+      decoded(np.asarray(make(replica_GS, parent_GS, turn_N, jnp.int32(rank), home)), slots)
+      for rank in range(ranks)
+    ]
+  assert most_turns is None or all(len(turns) <= most_turns for _, turns in lists)
+  filled = [divmod(slot, slots) for slot in np.flatnonzero(replica_GS >= 0)]
+  assert [(rank, slot) for rank in range(ranks) for slot in lists[rank][0]] == filled
+  landed = np.zeros((ranks, slots), int)  # tiles that are to be forwarded
+  complete = np.zeros((ranks, slots), int)
   held = np.full((ranks, slots, 2), -1)
 
   def run(rank):
-    awaited, turns = lists[rank]
-    for sources in turns:
+    for sources in lists[rank][1]:
       for tile in range(2):
         for source, relayed, final in sources:
           expert = rank * home + source
@@ -206,34 +212,75 @@ def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows
             held[divmod(child, slots)][tile] = expert
           for child in relayed:
             landed.flat[child] += 1
-      for _, _, final in sources:
-        for child in final:
-          landed.flat[child] += 1
-    for slot in awaited:
-      while not landed[rank, slot]:
-        yield "waits"
-      landed[rank, slot] -= 1
+      for _, relayed, final in sources:
+        for child in relayed + final:
+          # Whoever waits for it reads the whole slot.
+          assert (held[divmod(child, slots)] == replica_GS.flat[child]).all()
+          complete.flat[child] += 1
 
-  running = {rank: run(rank) for rank in range(ranks)}
+  def watch(rank):
+    for slot in lists[rank][0]:
+      while not complete[rank, slot]:
+        yield "waits"
+
+  running = [*map(run, range(ranks)), *map(watch, range(ranks))]
   for _ in range(2 * ranks * slots + 1):
-    running = {rank: steps for rank, steps in running.items() if next(steps, None)}
+    running = [steps for steps in running if next(steps, None)]
   assert not running
   assert not landed.any()
+  np.testing.assert_array_equal(complete, replica_GS >= 0)
   np.testing.assert_array_equal(held, np.stack([replica_GS, replica_GS], axis=-1))
 
 
+@contextlib.contextmanager
+def few_turns(most):
+  """As of a plan so large that int32 has no room for more."""
+  with pytest.MonkeyPatch.context() as patch:
+    if most:
+      patch.setattr(trees, "most_turns", lambda *_: most)
+    yield
+
+
 def test_experts_of_ranks_with_few_rows_go_first():
-  replica_GS = jnp.array([[2, -1], [0, 4], [1, 0], [0, 3]], jnp.int32)
-  rows = [4000, 900, 100, 1200]
-  turn_N = _turns(replica_GS, jnp.array(rows, jnp.int32))
-  # 16 turns up to the most rows. Expert 0 is wanted by ranks 1, 2 and 3, of which 2 is the first.
-  assert turn_N.reshape(4, 2)[0, 0] == 15
-  assert turn_N.reshape(4, 2)[1].tolist() == [0, 3]
-  assert turn_N.reshape(4, 2)[2].tolist() == [0, 0]
-  assert turn_N.reshape(4, 2)[3].tolist() == [0, 4]
-  most = jnp.full(4, jnp.iinfo(jnp.int32).max)
-  assert 0 <= int(_turns(replica_GS, most).min()) <= int(_turns(replica_GS, most).max()) < 16
-  assert not _turns(replica_GS, None).any()
+  """Of ranks with about as many, those of first slots do; each in a turn of its own."""
+  replica_GS = jnp.array([[2, -1], [0, 4], [1, 0], [5, 3]], jnp.int32)
+  turn_N = _turns(replica_GS, jnp.array([4000, 900, 100, 110], jnp.int32), 2)
+  # Expert 0 is wanted by ranks 1 and 2, of which 2 has the fewest rows; that is its second slot.
+  turns = dict(zip(replica_GS.reshape(-1).tolist(), turn_N.tolist(), strict=True))
+  assert sorted(set(turns) - {-1}, key=turns.__getitem__) == [1, 5, 0, 3, 4, 2]
+  assert [turns[expert] for expert in (1, 5, 0, 3, 4, 2)] == list(range(6))
+  assert turn_N[2] == turn_N[5]  # both copies of expert 0
+  assert not _turns(replica_GS, None, 2).any()
+
+
+def test_small_experts_and_those_of_large_plans_share_turns():
+  replica_GS = jnp.array([[2, -1], [0, 4], [1, 0], [5, 3]], jnp.int32)
+  rows = jnp.array([4000, 900, 100, 110], jnp.int32)
+  alone = np.asarray(_turns(replica_GS, rows, 2))
+  filled = np.asarray(replica_GS).reshape(-1) >= 0
+  for together in (1, 2, 3, 6):
+    shared = np.asarray(_turns(replica_GS, rows, 2, together))
+    np.testing.assert_array_equal(shared[filled], alone[filled] // together)
+  for most in (1, 2, 4, 5):
+    with few_turns(most):
+      shared = np.asarray(_turns(replica_GS, rows, 2))
+    assert shared.max() < most
+    by_turn = shared[filled][np.argsort(alone[filled], kind="stable")]
+    assert (np.diff(by_turn) >= 0).all()  # in the same order
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 10**6, np.iinfo(np.int32).max])
+def test_turns_and_their_keys_fit_int32(rows):
+  """As many ranks as many slots, the last of which fills the last slot of all."""
+  ranks, slots, home = 64, 32, 4
+  expert_GS = np.arange(ranks * slots).reshape(ranks, slots) % (ranks * home)
+  turn_N = _turns(jnp.asarray(expert_GS, jnp.int32), jnp.full(ranks, rows, jnp.int32), home)
+  most = trees.most_turns(ranks, slots, home)
+  assert 0 <= int(turn_N.min()) <= int(turn_N.max()) < most
+  # The last key of a work list, as ``_work_list`` builds it.
+  sources = home + slots
+  group = (2 * ((most - 1) * ranks + ranks - 1) + 1) * sources + sources - 1
+  assert (2 * group + 1) * ranks * slots + ranks * slots - 1 < np.iinfo(np.int32).max
 
 
 # --- tiles -----------------------------------------------------------------------------------
@@ -261,6 +308,67 @@ def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
         dealt[worker] += 1
   assert all((array == 1).all() for array in covered)
   assert np.ptp(dealt) <= 1
+
+
+@settings(max_examples=40)
+@given(
+  st.lists(
+    st.tuples(
+      st.integers(1, 70), st.sampled_from([8, 24, 64]), st.sampled_from(["bfloat16", "float32"])
+    ),
+    min_size=1,
+    max_size=4,
+  ),
+  st.integers(1, 9),
+)
+def test_tiles_of_matrices_have_whole_trailing_axes(matrices, num_workers):
+  arrays = [np.zeros((1, rows, cols), jnp.dtype(dtype)) for rows, cols, dtype in matrices]
+  tuning = TransferTuning(blocks=1, workers=1, tile_bytes=1024)
+  cuts = tiles.cut("arrays", arrays, tuning, flat=False)
+  dealt = np.zeros(num_workers, int)
+  covered = [np.zeros(array.shape[1], int) for array in arrays]
+  forms = len({(array.dtype, array.shape[2:]) for array in arrays})  # each has its own buffer
+  for tile in cuts:
+    array = arrays[tile.array]
+    assert (tile.dtype, tile.rest) == (array.dtype, array.shape[2:])
+    whole = tile.length * array.shape[2] * tile.dtype.itemsize
+    assert whole % 16 == 0 and (whole * forms <= 1024 or tile.length == 1)
+    for worker in range(num_workers):
+      for offset in visited(tile, worker, num_workers):
+        covered[tile.array][offset : offset + tile.length] += 1
+        dealt[worker] += 1
+  assert all((array == 1).all() for array in covered)
+  assert np.ptp(dealt) <= 1
+  longest = {}
+  for tile in cuts:
+    form = tile.dtype, tile.rest
+    longest[form] = max(longest.get(form, 0), tile.length)
+  shapes = [ref.shape for ref in tiles.buffers(cuts, tuning, 2)]
+  assert shapes == [(2, length, *rest) for (_, rest), length in longest.items()]
+
+
+def test_matrices_whose_rows_are_no_multiple_of_16_bytes_are_cut_flat_alone():
+  arrays = [np.zeros((1, 8, 12), jnp.bfloat16)]
+  assert tiles.cut("arrays", arrays, TransferTuning())
+  with pytest.raises(NotImplementedError, match="arrays: expected rows of a positive multiple"):
+    tiles.cut("arrays", arrays, TransferTuning(), flat=False)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_worker_counts_its_tiles(flat):
+  """Of all arrays: a worker's tiles have one buffer and another in turn."""
+  arrays = [np.zeros((1, 6, 64), np.float32), np.zeros((1, 5, 128), np.float32)]
+  tuning = TransferTuning(tile_bytes=512 if flat else 1024)
+  cuts = tiles.cut("arrays", arrays, tuning, flat=flat)
+  for num_workers in (1, 3, 4):
+    for worker in range(num_workers):
+      with jax.disable_jit():
+        steps = [
+          int(tile.step(jnp.int32(offset), num_workers))
+          for tile in cuts
+          for offset in visited(tile, worker, num_workers)
+        ]
+      assert steps == list(range(len(steps)))
 
 
 def test_tiles_have_room_for_every_dtype():

@@ -6,10 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assignments import mesh
 from grouped_rows import sizes_that_fit
 from hypothesis import example, given
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import MatmulTuning, grouped_matmul, grouped_matmul_sum
+from pallas_kernels import (
+  MatmulTuning,
+  TransferTuning,
+  grouped_matmul,
+  grouped_matmul_sum,
+  matmul_beside,
+  replication,
+)
 from pallas_kernels.matmul import row_tiles as module
 from pallas_kernels.matmul import rows
 from pallas_kernels.matmul.layout import EVEN_SIZES
@@ -24,19 +33,18 @@ UNEQUAL = [
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def row_tiles(sizes, tile, slots, short_last):
-  return module.row_tiles(CAPACITY, sizes, tile, slots, short_last)
+def row_tiles(sizes, tile, num_home, short_last):
+  return module.row_tiles(CAPACITY, sizes, tile, num_home, short_last)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def even_row_tiles(sizes, slots):
-  return module.even_row_tiles(CAPACITY, sizes, slots)
+def even_row_tiles(sizes, num_home):
+  return module.even_row_tiles(CAPACITY, sizes, num_home)
 
 
-def every_row_is_stored(table, slots, sizes):
-  """By a tile of its own group alone, which none leaves; slots as counted from the first of all."""
-  slot, first, stored, count = np.asarray(table)
-  slot = slot + slots.start
+def every_row_is_stored(table, num_home, sizes):
+  """By a tile of its own group alone, which none leaves; and tiles of home slots are counted."""
+  slot, first, stored, count, home = np.asarray(table)
   end = np.cumsum(sizes)
   slots_of_row = [set() for _ in range(CAPACITY)]
   for t in range(count[0]):
@@ -44,57 +52,52 @@ def every_row_is_stored(table, slots, sizes):
     assert first[t] + stored[t] <= end[slot[t]]
     for row in range(first[t], first[t] + stored[t]):
       slots_of_row[row].add(slot[t])
-  wanted = [{s} & set(slots) for s in np.repeat(np.arange(SLOTS), sizes).tolist()]
-  assert slots_of_row[: end[-1]] == wanted
+  assert slots_of_row[: end[-1]] == [{s} for s in np.repeat(np.arange(SLOTS), sizes).tolist()]
   assert not any(slots_of_row[end[-1] :])
-  return slot, first, stored, count
+  assert (count == count[0]).all()
+  assert (home == np.sum(slot[: count[0]] < num_home)).all()
+  return slot[: count[0]], stored[: count[0]]
 
 
 @pytest.mark.parametrize(
-  ("tile", "slots", "short_last"),
-  [
-    (128, range(SLOTS), True),
-    (256, range(SLOTS), False),
-    (128, range(4), False),
-    (128, range(4, SLOTS), True),
-  ],
+  ("tile", "num_home", "short_last"),
+  [(128, SLOTS, True), (256, SLOTS, False), (128, 4, False), (128, 2, True)],
 )
 @given(sizes=sizes_that_fit(CAPACITY, SLOTS))
 @example(sizes=UNEQUAL[0])
 @example(sizes=UNEQUAL[1])
 @example(sizes=UNEQUAL[2])
 @example(sizes=UNEQUAL[3])
-def test_tiles_store_every_used_row_of_their_group(tile, slots, short_last, sizes):
-  table = row_tiles(jnp.array(sizes, jnp.int32), tile, slots, short_last)
-  slot, _, stored, count = every_row_is_stored(table, slots, sizes)
-  for t in range(count[0]):
+def test_tiles_store_every_used_row_of_their_group(tile, num_home, short_last, sizes):
+  table = row_tiles(jnp.array(sizes, jnp.int32), tile, num_home, short_last)
+  slot, stored = every_row_is_stored(table, num_home, sizes)
+  for s, num_rows in zip(slot, stored, strict=True):
     # A part of 64 rows is stored in part only if the group has no more.
-    assert stored[t] % 64 == 0 or stored[t] == sizes[slot[t]]
+    assert num_rows % 64 == 0 or num_rows == sizes[s]
   # No tile too many, and none longer than it must be; the short ones last of all or of a slot.
-  chosen = sizes[slots.start : slots.stop]
-  assert count[0] == sum(-(-size // tile) for size in chosen)
-  computed = -(-stored[: count[0]] // 64) * 64
-  assert computed.sum() == sum(-(-size // 64) * 64 for size in chosen)
+  assert slot.size == sum(-(-size // tile) for size in sizes)
+  computed = -(-stored // 64) * 64
+  assert computed.sum() == sum(-(-size // 64) * 64 for size in sizes)
   short = (computed < tile).tolist()
-  order = short if short_last else list(zip(slot[: count[0]].tolist(), short, strict=True))
-  assert order == sorted(order)
+  order = short if short_last else list(zip(slot.tolist(), short, strict=True))
+  assert order == sorted(order)  # by slots, those of home slots come first
 
 
-@pytest.mark.parametrize("slots", [range(SLOTS), range(4), range(4, SLOTS)])
+@pytest.mark.parametrize("num_home", [SLOTS, 4, 1])
 @given(sizes=sizes_that_fit(CAPACITY, SLOTS))
 @example(sizes=UNEQUAL[0])
 @example(sizes=UNEQUAL[1])
 @example(sizes=UNEQUAL[2])
 @example(sizes=UNEQUAL[3])
-def test_even_tiles_store_every_used_row_of_their_group(slots, sizes):
-  table = even_row_tiles(jnp.array(sizes, jnp.int32), slots)
-  slot, _, stored, count = every_row_is_stored(table, slots, sizes)
-  for s in slots:
+def test_even_tiles_store_every_used_row_of_their_group(num_home, sizes):
+  table = even_row_tiles(jnp.array(sizes, jnp.int32), num_home)
+  slot, stored = every_row_is_stored(table, num_home, sizes)
+  for s in range(SLOTS):
     # As few as there can be, alike, and no larger than they must be.
     tiles = -(-sizes[s] // 192)
     alike = min((x for x in EVEN_SIZES if x * tiles >= sizes[s]), default=0)
-    assert stored[: count[0]][slot[: count[0]] == s].tolist() == [min(alike, sizes[s])] * tiles
-  assert slot[: count[0]].tolist() == sorted(slot[: count[0]])
+    assert stored[slot == s].tolist() == [min(alike, sizes[s])] * tiles
+  assert slot.tolist() == sorted(slot)  # so those of home slots come first
 
 
 @pytest.mark.parametrize(
@@ -150,3 +153,37 @@ def test_a_matmul_counts_all_weights_of_its_slots(products, monkeypatch):
   kernel = functools.partial(grouped_matmul_sum, tuning=MatmulTuning(blocks=2, even=False))
   jax.eval_shape(kernel, *operands, sizes)
   assert asked == [(320, 2, 2 * products * 64 * 192)]
+
+
+def test_short_tiles_do_not_come_last_where_replicas_arrive(monkeypatch):
+  """Whole tiles of replica slots would come before short ones of home slots, and wait."""
+  made = []
+
+  def table(*arguments):
+    made.append(arguments[2:])
+    return module.row_tiles(*arguments)
+
+  monkeypatch.setattr(rows, "row_tiles", table)
+  tuning = MatmulTuning(blocks=2, even=False, short_last=True)
+
+  def run(lhs, weights, sizes, plan):
+    copying = replication(
+      [weights], plan, plan, axis_name="expert", tuning=TransferTuning(1, 3, 1024), flat=False
+    )
+    return (
+      matmul_beside(copying, lhs, weights, sizes, tuning=tuning)[0],
+      grouped_matmul(lhs, weights, weights[:1], sizes, tuning=tuning),
+    )
+
+  operands = (
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (
+      ((320, 64), "bfloat16"),
+      ((2, 64, 192), "bfloat16"),
+      ((3,), "int32"),
+      ((1, 1), "int32"),
+    )
+  )
+  on_one = jax.shard_map(run, mesh=mesh((1, "expert")), in_specs=P(), out_specs=P("expert"))
+  jax.eval_shape(on_one, *operands)
+  assert made == [(128, 2, False), (128, 2, True)]

@@ -111,9 +111,13 @@ def test_several_rounds_lower_for_gpus(two_layers):
   assert_lowers(two_layers, dispatch_dtype=None)
 
 
-def assert_lowers(traced, dispatch_dtype):
+def assert_lowers(traced, dispatch_dtype, biases=()):
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  assert kernel_names(traced.jaxpr) == LAYER | PLANNING
+  names = [kernel.params["name"] for kernel in kernels(traced.jaxpr)]
+  # Forward needs copies of biases before its first tile; all others ride.
+  copied = {"replicate"} if biases else set()
+  assert set(names) == LAYER | PLANNING | copied
+  assert names.count("replicate") == len(copied)
   assert "all_to_all" not in text and "collective_permute" not in text
   assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
 
@@ -141,7 +145,8 @@ def test_lowers_for_gpus(name, data, form, dispatch_dtype):
   x, index, gate, weights = model_arguments(name, mesh)
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config, activation=activation)
-    assert_lowers(gradients(apply).trace(x, index, gate, in_form(weights, **form)), dispatch_dtype)
+    traced = gradients(apply).trace(x, index, gate, in_form(weights, **form))
+  assert_lowers(traced, dispatch_dtype, form["biases"])
 
 
 def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
@@ -185,23 +190,33 @@ def test_kernels_convert_no_booleans(two_layers):
 def test_equal_kernels_are_compiled_once(two_layers):
   """In all rounds and layers; forward and backward dispatch alike."""
   calls = kernels(two_layers.jaxpr)
+  count = collections.Counter(map(id, calls))
   distinct = {id(call): call for call in calls}.values()
   names = [kernel.params["name"] for kernel in distinct]
   assert len(calls) > 50
+  # Those that a transfer rides in are made anew in each layer.
+  once = {kernel.params["name"] for kernel in distinct if count[id(kernel)] == 1}
+  assert once == RIDDEN
+  alone = [x for x in distinct if x.params["name"] in RIDDEN and not reaches_others(x)]
+  assert alone and all(count[id(kernel)] > 1 for kernel in alone)
   assert names.count("dispatch") == names.count("route_rows") == 1
   assert names.count("combine") == 2  # with gates, and without
   assert len(distinct) <= len(calls) // 2
 
 
 def test_copies_have_no_kernel_of_their_own():
-  """They ride in the first matmul's, of two parts; ``jax.checkpoint`` runs both of them again."""
+  """They ride in the matmuls', and so do gradients; ``jax.checkpoint`` runs one of them again."""
   apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=ONE_ROUND))
   mesh = make_mesh(4)
   with jax.set_mesh(mesh):
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
-  names = [kernel.params["name"] for kernel in kernels(jaxpr)]
-  assert names.count("gated_matmul") == 4
-  assert "replicate" not in names
+  assert kernel_names(jaxpr) == LAYER | PLANNING
+  matmuls = [kernel for kernel in kernels(jaxpr) if kernel.params["name"] in RIDDEN]
+  assert all(map(reaches_others, matmuls))
+  names = [kernel.params["name"].removeprefix("grouped_matmul_") for kernel in matmuls]
+  forward, again = ["gated_matmul", "grouped_matmul"], ["gated_matmul"]
+  backward = ["wgrad", "grouped_matmul", "wgrad", "wgrad", "grouped_matmul"]
+  assert names == forward + again + backward
 
 
 def test_kernels_of_one_process_share_slices(two_layers):

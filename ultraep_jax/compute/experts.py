@@ -65,25 +65,16 @@ def expert_forward(
     tunings: how kernels are laid out.
   """
   arguments = rows_CD, home, replicas, group_size_P, activation
-  candidates = {
-    "mosaic_gpu": lambda: _gated_kernel(*arguments, keep_hidden, tunings),
-    "portable": lambda: _gated(*arguments, implementations, tunings),
-  }
   # An activation or a shape that the fused kernel lacks may still suit the plain matmul's.
-  inner_CF, hidden, copies = first_that_can((*implementations, "portable"), candidates)
-  out_CD = grouped_matmul(
-    inner_CF,
-    home.wo,
-    copies.wo,
-    group_size_P,
-    bias=_bias(home.wo_bias, copies.wo_bias),
-    implementations=implementations,
-    tunings=tunings,
-  )
+  candidates = {
+    "mosaic_gpu": lambda: _by_kernels(*arguments, keep_hidden, tunings),
+    "portable": lambda: _one_by_one(*arguments, implementations, tunings),
+  }
+  out_CD, hidden, copies = first_that_can((*implementations, "portable"), candidates)
   return ExpertOutput(out_CD, hidden if keep_hidden else None, copies)
 
 
-def _gated_kernel(
+def _by_kernels(
   rows_CD: Array,
   home: ExpertWeights,
   replicas: Replicas,
@@ -92,31 +83,55 @@ def _gated_kernel(
   keep_hidden: bool,
   tunings: Tunings,
 ) -> tuple[Array, Hidden | None, ExpertWeights]:
-  widths = home.wo.shape[2], home.wo.shape[1]
+  """Of both matmuls each brings the copies that it needs, if they are not there."""
+  inner, width = home.wo.shape[1:]
   operation = "gated" if keep_hidden else "gated only"
-  tuning = tunings.find(operation, *widths)
   arguments = group_size_P, activations.unit(activation, home.layout)
-  options: Any = {"columns": str(home.layout), "keep_hidden": keep_hidden, "tuning": tuning}
-  if (copying := replicas.copying()) is None:
+  options: Any = {"columns": str(home.layout), "keep_hidden": keep_hidden}
+  copying = [replicas.copying(each, flat=False) for each in (home.projections, [home.wo])]
+  if copying[0] is None or copying[1] is None:
+    options["tuning"] = tunings.find(operation, width, inner)
     copies = replicas.copies()
-    operands = rows_CD, _projections(home), _projections(copies)
-    gated = kernels.gated_matmul(*operands, *arguments, **options)
-  else:
-    options["tuning"] = tunings.find(f"{operation} beside", *widths)
-    options["replica_tuning"] = tuning
-    numbered = _of_leaves(home, list(range(len(jax.tree.leaves(home)))))
-    options["brought"] = numbered.projections, numbered.projection_biases
-    operands = rows_CD, _projections(home)
-    gated, leaves = kernels.gated_beside(copying, *operands, *arguments, **options)
-    copies = _of_leaves(home, leaves)
-  return gated.inner_CN, gated.hidden if keep_hidden else None, copies
+    gated = kernels.gated_matmul(
+      rows_CD, _projections(home), _projections(copies), *arguments, **options
+    )
+    out_CD = kernels.grouped_matmul(
+      gated.inner_CN,
+      home.wo,
+      copies.wo,
+      group_size_P,
+      bias=_bias(home.wo_bias, copies.wo_bias),
+      tuning=tunings.find("forward", inner, width),
+    )
+    return out_CD, gated.hidden, copies
+  projection_biases, wo_bias = home.projection_biases, home.wo_bias
+  if jax.tree.leaves((projection_biases, wo_bias)):  # small, and needed from the first tile on
+    projection_biases, wo_bias = replicas.copies_of((projection_biases, wo_bias))
+  gated, projections = kernels.gated_beside(
+    copying[0],
+    rows_CD,
+    _projections(home),
+    *arguments,
+    replica_biases=projection_biases,
+    tuning=tunings.find(f"{operation} beside", width, inner),
+    **options,
+  )
+  out_CD, (wo,) = kernels.matmul_beside(
+    copying[1],
+    gated.inner_CN,
+    home.wo,
+    group_size_P,
+    bias=_bias(home.wo_bias, wo_bias),
+    tuning=tunings.find("forward beside", inner, width),
+  )
+  return out_CD, gated.hidden, home.with_values(projections, wo, projection_biases, wo_bias)
 
 
 def _projections(weights: ExpertWeights) -> "kernels.Projections":
   return kernels.Projections(weights.projections, weights.projection_biases)
 
 
-def _gated(
+def _one_by_one(
   rows_CD: Array,
   home: ExpertWeights,
   replicas: Replicas,
@@ -126,17 +141,17 @@ def _gated(
   tunings: Tunings,
 ) -> tuple[Array, Hidden, ExpertWeights]:
   matmul = functools.partial(
-    grouped_matmul,
-    rows_CD,
-    group_size_P=group_size_P,
-    implementations=implementations,
-    tunings=tunings,
+    grouped_matmul, group_size_P=group_size_P, implementations=implementations, tunings=tunings
   )
   copies = replicas.copies()
   weights = zip(home.projections, copies.projections, strict=True)
   biases = zip(home.projection_biases, copies.projection_biases, strict=True)
-  hidden = tuple(matmul(*pair, bias=bias) for pair, bias in itertools.zip_longest(weights, biases))
-  return activations.inner(hidden, home.layout, activation), hidden, copies
+  hidden = tuple(
+    matmul(rows_CD, *pair, bias=bias) for pair, bias in itertools.zip_longest(weights, biases)
+  )
+  inner_CF = activations.inner(hidden, home.layout, activation)
+  out_CD = matmul(inner_CF, home.wo, copies.wo, bias=_bias(home.wo_bias, copies.wo_bias))
+  return out_CD, hidden, copies
 
 
 class ExpertGrads(NamedTuple):
@@ -166,8 +181,12 @@ def expert_backward(
 ) -> ExpertGrads:
   """The adjoint of ``gate * expert_forward(rows)``.
 
-  Where kernels can, copies of weights arrive while a matmul that needs none of them runs, and
-  the gradients of copies go home beside the last matmul.
+  Where kernels can, each of five matmuls or so has a transfer beside it::
+
+    gradient of wo            copies of wo
+    gradient to inner         copies of the first projection
+    gradients of projections  copies of the second one, then gradients of wo home
+    gradient to the rows      gradients of projections home
 
   Args:
     grad_CD: ``[C, D]``, per row the gradient of its token's output, not yet weighted.
@@ -196,57 +215,75 @@ def expert_backward(
   inner_CF, inner_vjp = jax.vjp(
     lambda hidden: activations.inner(hidden, home.layout, activation), hidden
   )
-  copying = replicas.copying()
+  matrices = [home.wo, *_biases(home)], *([weight] for weight in home.projections)
+  copying: list[Any] = [replicas.copying(arrays) for arrays in matrices]
+  copies = None
+  if None in copying:
+    copies, copying = replicas.copies(), [None] * len(copying)
+
   # The gate scales inner rather than grad, whose rows are longer.
-  wo_grads, leaves = wgrad(copying, _scaled(inner_CF, gate_C), grad_CD, into_MKN=into and into.wo)
-  copies = replicas.copies() if copying is None else _of_leaves(home, leaves)
+  wo_grads, brought = wgrad(
+    copying[0], _scaled(inner_CF, gate_C), grad_CD, into_MKN=into and into.wo
+  )
+  wo, *biases = brought if copies is None else (copies.wo, *_biases(copies))
 
   # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
-  ungated_CF = grouped_matmul(
-    grad_CD, home.wo, copies.wo, group_size_P, transpose_rhs=True, **options
+  ungated_CF, first = rows_grad_beside(
+    copying[1], [grad_CD], [home.wo], [wo], group_size_P, operation="dgrad", **options
   )
   gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
-  bias_grads = None
-  if (bias := _bias(home.wo_bias, copies.wo_bias)) is not None:
-    gate_grad_C += _times_bias(grad_CD, bias, group_size_P)
-    bias_grads = sums(gate_C, grad_CD, into_MN=into and into.wo_bias)
+  bias_grads = []
+  if home.wo_bias is not None:
+    gate_grad_C += _times_bias(grad_CD, (home.wo_bias, biases[-1]), group_size_P)
+    bias_grads = [sums(gate_C, grad_CD, into_MN=into and into.wo_bias)]
   (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
 
+  # Where nothing was added to what a transfer would add to.
+  reducing_wo = replicas.reducing([wo_grads[1]], [wo_grads[0]]) if into is None else None
   no_sums = [None] * len(hidden_grad)
-  into_grads = [
-    wgrad(None, rows_CD, grad, into_MKN=of)[0]
-    for grad, of in zip(hidden_grad, into.projections if into else no_sums, strict=True)
+  beside = *copying[2:], reducing_wo
+  results = [
+    wgrad(transfer, rows_CD, grad, into_MKN=of)
+    for transfer, grad, of in zip(
+      beside, hidden_grad, into.projections if into else no_sums, strict=True
+    )
   ]
-  into_bias_grads = []
+  into_grads, transferred = zip(*results, strict=True)
   if home.projection_biases:
     ones_C = jnp.ones_like(gate_C)
-    into_bias_grads = [
-      sums(ones_C, grad, into_MN=of)
-      for grad, of in zip(hidden_grad, into.projection_biases if into else no_sums, strict=True)
-    ]
-  home_grads, replica_grads = (
-    home.with_values(
-      [grads[of] for grads in into_grads],
-      wo_grads[of],
-      [grads[of] for grads in into_bias_grads],
-      bias_grads and bias_grads[of],
-    )
-    for of in (0, 1)
-  )
+    into_biases = into.projection_biases if into else no_sums
+    pairs = zip(hidden_grad, into_biases, strict=True)
+    bias_grads = [*(sums(ones_C, grad, into_MN=of) for grad, of in pairs), *bias_grads]
+  if copies is None:
+    projections = [each[0] for each in (first, *transferred[:-1])]
+    copies = _with_biases(home, projections, wo, biases)
+
+  late = [*into_grads, *bias_grads, *([wo_grads] if reducing_wo is None else [])]
+  home_grads, replica_grads = ([grads[of] for grads in late] for of in (0, 1))
   reducing = replicas.reducing(replica_grads, home_grads)
-  rows_grad_CD, leaves = rows_grad_beside(
+  rows_grad_CD, total = rows_grad_beside(
     reducing, hidden_grad, home.projections, copies.projections, group_size_P, **options
   )
   if reducing is None:
     total = replicas.reduce(replica_grads, home_grads)
-  else:
-    total = _of_leaves(home_grads, leaves)
-  return ExpertGrads(rows_grad_CD, gate_grad_C, total, copies)
+  total = [*total, *([] if reducing_wo is None else transferred[-1])]
+  count = len(into_grads)
+  grads = _with_biases(home, total[:count], total[-1], total[count:-1])
+  return ExpertGrads(rows_grad_CD, gate_grad_C, grads, copies)
 
 
-def _of_leaves(like: ExpertWeights, leaves: Sequence[Any]) -> ExpertWeights:
-  """What a transfer brought."""
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+def _biases(weights: ExpertWeights) -> list[Array]:
+  """All that there are."""
+  return [*weights.projection_biases, *([] if weights.wo_bias is None else [weights.wo_bias])]
+
+
+def _with_biases(
+  like: ExpertWeights, projections: Sequence[Array], wo: Array, biases: Sequence[Array]
+) -> ExpertWeights:
+  """Others of the same layout, with biases as ``_biases`` has them."""
+  of_projections = biases[: len(like.projection_biases)]
+  wo_bias = None if like.wo_bias is None else biases[-1]
+  return like.with_values(projections, wo, of_projections, wo_bias)
 
 
 def _bias(home_MN: Array | None, replica_SN: Array | None) -> Bias:

@@ -7,7 +7,7 @@ weight. Rows at or beyond the used count may hold anything, NaN included.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -140,11 +140,12 @@ def rows_grad_beside(
   group_size_P: Array,
   implementations: Implementations,
   tunings: Tunings,
+  operation: Literal["sum", "dgrad"] = "sum",
 ) -> tuple[Array, Any]:
-  """The gradient to rows that all projections share, and the result of a transfer."""
+  """The gradient to rows that all of some weights share, and the result of a transfer."""
   width, inner = homes_MKN[0].shape[1:]
-  operation = "sum" if transfer is None else "sum beside"
-  tuning = tunings.find(operation, inner * len(homes_MKN), width)
+  name = operation if transfer is None else f"{operation} beside"
+  tuning = tunings.find(name, inner * len(homes_MKN), width)
 
   def one_by_one() -> Array:
     options: Any = {"implementations": implementations, "tunings": tunings}
@@ -154,6 +155,8 @@ def rows_grad_beside(
     )
     return functools.reduce(jnp.add, products)
 
+  if transfer is None and operation == "dgrad":
+    return one_by_one(), None  # of one product
   candidates = {
     "mosaic_gpu": lambda: kernels.sum_beside(
       transfer,

@@ -6,9 +6,11 @@ both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels as kernels
@@ -124,8 +126,8 @@ def reduce_replicas[T](
 class Replicas:
   """A plan's copies of weights, and the way home of their gradients, in either of two ways.
 
-  ``copies`` and ``reduce`` move them and are done. ``copying`` and ``reducing`` give a transfer to
-  run beside a matmul, where kernels can, else ``None``.
+  ``copies`` and ``reduce`` move them and are done. ``copying`` and ``reducing`` give a transfer of
+  some arrays to run beside a matmul, where kernels can, else ``None``.
 
   Attributes:
     home: ``[M, ...]`` weights of this rank's home experts, a pytree.
@@ -156,10 +158,12 @@ class Replicas:
 
   def copies(self) -> Any:
     """The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included."""
-    if self.known is not None:
-      return self.known
+    return self.copies_of(self.home) if self.known is None else self.known
+
+  def copies_of[T](self, home: T) -> T:
+    """Those of a pytree of ``[M, ...]`` arrays."""
     return replicate(
-      self.home,
+      home,
       self.replica_expert_GS,
       self.parent_GS,
       axis_name=self.axis_name,
@@ -168,26 +172,26 @@ class Replicas:
       tunings=self.tunings,
     )
 
-  def copying(self) -> "kernels.Transfer | None":
-    """Brings the leaves of ``copies`` beside a matmul that does not need them."""
+  def copying(self, home: Sequence[Array], *, flat: bool = True) -> "kernels.Transfer | None":
+    """Brings the copies of such arrays beside a matmul; not ``flat``, of one that reads them."""
     if self.known is not None:
       return None
 
     def transfer() -> "kernels.Transfer | None":
-      leaves = jax.tree.leaves(self.home)
       return kernels.replication(
-        leaves,
+        home,
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "copying", leaves) or COPYING,
+        tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home)) or COPYING,
         home_rows_G=self.home_rows_G,
+        flat=flat,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
     return first_that_can((*self.implementations, "portable"), candidates)
 
-  def reduce(self, replica_grads: Any, home_grads: Any) -> Any:
+  def reduce[T](self, replica_grads: T, home_grads: T) -> T:
     """The gradients of the homes with those of all their copies added."""
     return reduce_replicas(
       replica_grads,
@@ -200,18 +204,21 @@ class Replicas:
       tunings=self.tunings,
     )
 
-  def reducing(self, replica_grads: Any, home_grads: Any) -> "kernels.Transfer | None":
-    """Makes the leaves of ``reduce`` beside a matmul that does not need them."""
+  def reducing(
+    self, replica_grads: Sequence[Array], home_grads: Sequence[Array]
+  ) -> "kernels.Transfer | None":
+    """Makes ``reduce`` of such arrays beside a matmul that does not need them."""
+
+    sums = jnp.dtype(jnp.float32)
 
     def transfer() -> "kernels.Transfer | None":
-      sent = jax.tree.leaves(replica_grads)
       return kernels.reduction(
-        sent,
-        jax.tree.leaves(home_grads),
+        replica_grads,
+        home_grads,
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "reducing", sent) or REDUCING,
+        tuning=_tuning(self.tunings, "reducing", jax.tree.leaves(self.home), sums) or REDUCING,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -223,7 +230,9 @@ COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=32 * 1024)
 
 
-def _tuning(tunings: Tunings, operation: str, leaves: list[Array]) -> Any:
-  """By the bytes of an expert that travel."""
-  sizes = (math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
+def _tuning(
+  tunings: Tunings, operation: str, leaves: Sequence[Array], dtype: jnp.dtype | None = None
+) -> Any:
+  """By the bytes of a whole expert, also where its parts travel one after the other."""
+  sizes = (math.prod(leaf.shape[1:]) * (dtype or leaf.dtype).itemsize for leaf in leaves)
   return tunings.find(operation, max(sum(sizes), 1))

@@ -135,8 +135,8 @@ def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
   def before(
     _: Array, rows: Array, gate: Array, up: Array, wo: Array, sizes_P: Array, *plan: Array
   ) -> Any:
-    copies = replicate([gate, up, wo], *plan, axis_name=AXIS)
-    more_gate, more_up, _ = copies
+    copies = replicate([gate, up], *plan, axis_name=AXIS)
+    more_gate, more_up = copies
     results = swiglu_matmul(rows, gate, up, more_gate, more_up, sizes_P, keep_hidden=False)
     return results.inner_CN, copies
 
@@ -150,8 +150,10 @@ def variants(tunings: Mapping[str, TransferTuning]) -> dict[str, Call]:
     sizes_P: Array,
     *plan: Array,
   ) -> Any:
+    copying = replication([gate, up], *plan, axis_name=AXIS, tuning=tuning, flat=False)
+    assert copying is not None, "expected slots"
     results, copies = gated_beside(
-      replication([gate, up, wo], *plan, axis_name=AXIS, tuning=tuning),
+      copying,
       rows,
       Projections((gate, up)),
       sizes_P,

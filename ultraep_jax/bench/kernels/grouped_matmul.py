@@ -18,11 +18,11 @@ from jax import lax
 
 from pallas_kernels import grouped_matmul, grouped_matmul_sum, grouped_matmul_wgrad
 from ultraep_jax.bench import contest
+from ultraep_jax.bench.kernels.by_copies import gated_by_copies, matmul_by_copies
 from ultraep_jax.bench.kernels.matmul_problems import (
   DENSE,
   PROBLEMS,
   Problem,
-  gated_split,
   group_sizes,
   swiglu_matmul,
 )
@@ -95,7 +95,8 @@ def _skewed(rng: np.random.Generator, slots: int, used: Iterable[int]) -> list[n
 _forward = jax.jit(grouped_matmul, static_argnames="transpose_rhs")
 _sum = jax.jit(grouped_matmul_sum, static_argnames="transpose_rhs")
 _gated = jax.jit(functools.partial(swiglu_matmul, keep_hidden=True))
-_split = jax.jit(functools.partial(gated_split, keep_hidden=True))
+_gated_by_copies = jax.jit(functools.partial(gated_by_copies, keep_hidden=True))
+_by_copies = jax.jit(matmul_by_copies)
 _wgrad = jax.jit(grouped_matmul_wgrad, static_argnums=3, static_argnames="home_dtype")
 _distance = jax.jit(contest.distance)
 
@@ -142,9 +143,9 @@ def _check_case(
     operands = rows, home, home, replica, replica, group_size
     inner, gate, up = (x[:used] for x in jax.tree.leaves(_gated(*operands)))
     if num_replica:  # the same bits
-      apart = jax.tree.leaves(_split(*operands))
-      same = zip(apart, (inner, gate, up), strict=True)
-      errors["split"] = float(any(jnp.any(x[:used] != y) for x, y in same))
+      results = [_by_copies(rows, home, replica, group_size), _gated_by_copies(*operands)]
+      same = zip(jax.tree.leaves(results), (out[:used], inner, gate, up), strict=True)
+      errors["by copies"] = float(any(jnp.any(x[:used] != y) for x, y in same))
     errors["gated"] = max(float(_distance(x, expected[:used])) for x in (gate, up))
     gate = gate.astype(jnp.float32)
     errors["inner"] = _distance(inner, jax.nn.silu(gate) * gate)

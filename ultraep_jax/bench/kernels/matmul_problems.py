@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
   IN_TURNS,
@@ -18,10 +17,8 @@ from pallas_kernels import (
   MatmulTuning,
   Projections,
   Tile,
-  Transfer,
   Tunings,
   choose_tile,
-  gated_beside,
   gated_matmul,
   grouped_matmul,
   grouped_matmul_sum,
@@ -30,9 +27,9 @@ from pallas_kernels import (
 )
 from ultraep_jax.activations import clamped_swiglu, swiglu
 from ultraep_jax.bench.contest import Contest, Program
+from ultraep_jax.bench.kernels.by_copies import gated_by_copies, matmul_by_copies
 from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.compute import grouped
-from ultraep_jax.transport.replicate import COPYING
 from ultraep_jax.types import Array
 
 Kernel = Callable[..., Any]
@@ -41,13 +38,15 @@ HOME, REPLICA = 16, 2
 DENSE = "dense"
 # What the layer runs comes first, the rest after it.
 PROBLEMS = {
+  "forward down beside": "forward beside",
+  "dgrad down beside": "dgrad beside",
+  "wgrad down beside": "wgrad beside",
+  "wgrad up beside": "wgrad beside",
+  "sum beside": "sum beside",
+  "gated beside": "gated beside",
+  "gated only beside": "gated only beside",
   "forward down": "forward",
   "dgrad down": "dgrad",
-  "wgrad up": "wgrad",
-  "wgrad down beside": "wgrad beside",
-  "sum beside": "sum beside",
-  "gated split": "gated beside",
-  "gated only split": "gated only beside",
   "gated": "gated",
   "gated only": "gated only",
   "gated gpt-oss": "gated",  # interleaved, with biases and a clamped unit
@@ -55,6 +54,7 @@ PROBLEMS = {
   "forward up": "forward",
   "dgrad up": "dgrad",
   "wgrad down": "wgrad",
+  "wgrad up": "wgrad",
   "sum": "sum",
 }
 
@@ -131,7 +131,7 @@ class Problem:
       return (self.wide, self.inner) if "up" in self.name else (self.inner, self.wide)
     if self.operation.startswith("sum"):  # contracted, columns
       return 2 * self.inner, self.wide
-    into = self.name.startswith("gated") or self.name in ("forward up", "dgrad down")
+    into = self.name.startswith(("gated", "forward up", "dgrad down"))
     return (self.wide, self.inner) if into else (self.inner, self.wide)
 
   @property
@@ -153,6 +153,11 @@ class Problem:
   def flop(self) -> float:
     """Of the used rows."""
     return 2.0 * self._products * float(self.sizes.sum()) * self.wide * self.inner
+
+  @property
+  def replicas_arrive(self) -> bool:
+    """Whether a transfer beside it brings the replicas that it multiplies by."""
+    return self.operation in ("forward beside", "gated beside", "gated only beside")
 
   @property
   def slot_bytes(self) -> int:
@@ -230,7 +235,7 @@ def _pair(problem: Problem, *shape: int) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _product(problem: Problem) -> Parts:
-  transpose = problem.operation == "dgrad"
+  transpose = problem.operation.startswith("dgrad")
   up = problem.name.endswith("up")
   shape = (problem.wide, problem.inner) if up else (problem.inner, problem.wide)
 
@@ -238,15 +243,18 @@ def _product(problem: Problem) -> Parts:
     weights = jnp.concatenate([home, replica])
     return lax.ragged_dot(rows, weights.mT if transpose else weights, sizes)
 
+  whole = functools.partial(grouped_matmul, transpose_rhs=transpose)
+  others = {
+    "ragged": joined,
+    "portable": functools.partial(grouped.grouped_matmul, transpose_rhs=transpose),
+  }
+  arrive = problem.replicas_arrive
   return Parts(
     shapes=((problem.rows, shape[1] if transpose else shape[0]), *_pair(problem, *shape)),
-    kernel=functools.partial(grouped_matmul, transpose_rhs=transpose),
+    kernel=matmul_by_copies if arrive else whole,
     dense=lambda rows, weight: rows @ (weight.T if transpose else weight),
     dense_operands=lambda rows, home, _: (rows, home[0]),
-    peers={
-      "ragged": joined,
-      "portable": functools.partial(grouped.grouped_matmul, transpose_rhs=transpose),
-    },
+    peers={"whole": whole} if arrive else others,
   )
 
 
@@ -279,8 +287,7 @@ def _wgrad(problem: Problem) -> Parts:
 def _gated(problem: Problem) -> Parts:
   keep = "only" not in problem.name
   whole = functools.partial(swiglu_matmul, keep_hidden=keep)
-  apart = functools.partial(gated_split, keep_hidden=keep)
-  still = functools.partial(apart, moving=False)
+  by_copies = functools.partial(gated_by_copies, keep_hidden=keep)
 
   def unfused(
     rows: Array, gate: Array, up: Array, more_gate: Array, more_up: Array, sizes: Array
@@ -291,13 +298,12 @@ def _gated(problem: Problem) -> Parts:
     return Gated(inner_CF, (gate_CF, up_CF) if keep else ())
 
   (home, replica), rows = _pair(problem, problem.wide, problem.inner), (problem.rows, problem.wide)
-  split = problem.name.endswith("split")
   return Parts(
     shapes=(rows, home, home, replica, replica),
-    kernel=apart if split else whole,
+    kernel=by_copies if problem.replicas_arrive else whole,
     dense=lambda rows, weight: rows @ weight,
     dense_operands=lambda rows, gate, up, *_: (rows, jnp.concatenate([gate[0], up[0]], axis=1)),
-    peers={"no transfer": still, "whole": whole} if split else {"unfused": unfused},
+    peers={"whole": whole} if problem.replicas_arrive else {"unfused": unfused},
   )
 
 
@@ -339,31 +345,6 @@ def swiglu_matmul(
   """``gated_matmul`` of gate and up apart."""
   home, replica = Projections((gate, up)), Projections((more_gate, more_up))
   return gated_matmul(rows, home, replica, sizes, swiglu, **kwargs)
-
-
-def gated_split(
-  rows: Array, gate: Array, up: Array, *operands: Array, moving: bool = True, **kwargs: Any
-) -> Gated:
-  """``gated_matmul`` with home and replica slots apart, beside a transfer of nothing or none."""
-  more_gate, more_up, sizes = operands
-  nothing = Transfer(
-    operands=(),
-    updated=(),
-    out_type=(),
-    scratch_types=(),
-    buffers=[plgpu.SMEM((128,), jnp.int32)],
-    body=lambda *_: None,
-    finish=lambda _: None,
-    tuning=COPYING,
-    name="nothing",
-  )
-  gated, _ = gated_beside(
-    nothing if moving else None,
-    *(rows, Projections((gate, up)), sizes, swiglu),
-    replicas=Projections((more_gate, more_up)),
-    **kwargs,
-  )
-  return gated
 
 
 def _sum(problem: Problem) -> Parts:

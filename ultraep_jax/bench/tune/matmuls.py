@@ -84,6 +84,8 @@ def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTu
   short_last, even = tuning.short_last, tuning.even
   if short_last is None:
     short_last = short_comes_last(problem.rows, slots, problem.slot_bytes)
+  if problem.replicas_arrive:
+    short_last = False  # whatever is asked for
   if even is None:
     even = even_tiles_pay(problem.rows, slots)
   if problem.operation.startswith("wgrad"):
