@@ -132,7 +132,8 @@ def measured_moe(
     load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
     load_GE = nodes.confirm(load_GE, given, mesh, axis_name)
   with jax.named_scope("uep.plan"):
-    plan = (strategy if plans else strategies.none).plan(load_GE, config, cost)
+    weighed = cost.weighed(x_TD, gate_TK, weights)
+    plan = (strategy if plans else strategies.none).plan(load_GE, config, weighed)
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
     # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.

@@ -191,10 +191,13 @@ class PlanCost(NamedTuple):
     copy_rows: rows whose matmul takes as long as sending one expert's weights delays a layer.
     capacity_rows: rows that a rank computes in one round. A plan that fits comes before any that
       does not, whatever its copies cost.
+    link_rows: rows whose matmul takes as long as one expert's weights travel beside it. A layer
+      takes no less than its copies travel.
   """
 
   copy_rows: int | Array
   capacity_rows: int | Array
+  link_rows: int | Array = 0
 
 
 class Routes(NamedTuple):

@@ -65,7 +65,7 @@ def kernel(
   Args:
     load_ref: ``[G * E]`` int32.
     steps_ref: the steps, int32.
-    cost_ref: ``[2]`` int32, rows: of a copy, of a round's capacity.
+    cost_ref: ``[3]`` int32, rows: of a copy, of a round's capacity, of a copy on the links.
     total_ref: ``[E]``, the loads of experts.
     report_ref: ``[N * blocks * report]``; of each block the first six tell its best candidate, and
       from the 128th on come the slots that its warps have filled, by rank.
@@ -96,8 +96,9 @@ def kernel(
     value = jnp.maximum(outcome.busiest, goal)
     above = value * 0
     if problem.by_time:
-      copy_rows, capacity = (lookup(cost_ref, value * 0 + i) for i in range(2))
+      copy_rows, capacity, link_rows = (lookup(cost_ref, value * 0 + i) for i in range(3))
       above = ones(outcome.busiest > capacity)
+      value = jnp.maximum(value, _saturating_mul(outcome.copies, link_rows))
       value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
     _report((above, value), outcome, table.best, report_ref, index, problem)
 

@@ -102,7 +102,7 @@ def most_copies(held, order, per_rank, transfer):
 
 def time_cost(rows, copies, cost):
   """The documented cost, in Python's unbounded integers."""
-  return min(INT32_MAX, rows + cost.copy_rows * copies)
+  return min(INT32_MAX, max(rows, cost.link_rows * copies) + cost.copy_rows * copies)
 
 
 def twin_plan(loads, ranks, config, cost=None):

@@ -6,10 +6,21 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from layer_problems import EXPERTS, INNER, WIDTH, layer, make_mesh, make_problem, pile_up
+from layer_problems import (
+  EXPERTS,
+  INNER,
+  WIDTH,
+  layer,
+  make_mesh,
+  make_problem,
+  new_layer,
+  pile_up,
+)
 from programs import equations, unordered_exchanges, unordered_loops
 
 import ultraep_jax as uep
+from ultraep_jax.planning import sizes
+from ultraep_jax.planning.cost import LayerCost
 from ultraep_jax.strategies import eplb, lplb
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -194,3 +205,20 @@ def test_further_rounds_add_to_the_gradients_of_the_first():
   one_round = dataclasses.replace(SEVERAL_ROUNDS, capacity_factor=2.0)
   a_set = 3 * experts // 2 * width * inner * 4
   assert memory(SEVERAL_ROUNDS) - memory(one_round) < a_set / 2
+
+
+def test_gradients_make_copies_dearer(monkeypatch):
+  """What copies cost in training is weighed where gradients are taken, and nowhere else."""
+  dear = LayerCost(uep.PlanCost(0, 10**6), 0, uep.PlanCost(10**6, 10**6))
+  monkeypatch.setattr(sizes, "layer_cost", lambda *_: dear)
+  problem = make_problem(make_mesh(4))
+  config = uep.BalanceConfig(replica_slots=2, capacity_factor=4.0)
+  apply = new_layer.__wrapped__(problem.mesh, config, True)  # no other test's
+
+  def copies(x):
+    y, stats = apply(x, problem.expert_index, problem.gate, problem.weights)
+    return jnp.sum(y), jnp.sum(stats.replicas)
+
+  with jax.set_mesh(problem.mesh):
+    assert int(jax.jit(copies)(problem.x)[1]) > 0
+    assert int(jax.jit(jax.grad(copies, has_aux=True))(problem.x)[1]) == 0

@@ -30,13 +30,15 @@ def experts(width, inner, num=1):
 
 
 def test_a_copy_is_what_is_exposed_of_it_and_a_slot():
-  """Qwen3-235B's: 37.7 MB take 108 µs, which are about 2300 rows; and half a tile."""
+  """Qwen3-235B's: 37.7 MB travel 108 µs, which are about 2300 rows; and half a tile."""
   cost = cost_on(H200, BF16, experts(4096, 1536), 1000)
   size = 3 * 4096 * 1536
   row = 2 * size / H200.matmul_rate(4096, 1536)
   sent = H200["copy_exposed_forward"] * 2 * size / H200["copy_rate"]
   slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
-  assert cost.plan.copy_rows == round((sent + slot) / row) and 2300 < cost.plan.copy_rows < 2500
+  assert cost.plan.copy_rows == round((sent + slot) / row)
+  assert cost.plan.link_rows == round(2 * size / H200["copy_rate"] / row)
+  assert 2200 < cost.plan.link_rows < 2400 and cost.plan.copy_rows < 600
   assert cost.plan.capacity_rows == 1000
   assert cost.fixed_rows == round(142e-6 / row)
 
@@ -56,6 +58,7 @@ def test_copies_alone_cost_all_of_their_time():
   kernels, portable = (cost_on(half, F32, experts(4096, 1536), 1, moving=m) for m in (True, False))
   size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
   assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + 512)
+  assert kernels.plan.link_rows == 0
   assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + 512)
 
 
@@ -81,13 +84,48 @@ def test_the_config_decides():
   on_kernels = dataclasses.replace(described, implementation="mosaic_gpu")
   assert layer_cost(*args, on_kernels) == cost_on(H200, *args)
   given = dataclasses.replace(on_kernels, copy_rows=7)
-  assert layer_cost(*args, given).plan == cost_on(H200, *args).plan._replace(copy_rows=7)
+  assert layer_cost(*args, given).plan == PlanCost(7, 1000)  # and nothing else
   assert layer_cost(*args, dataclasses.replace(TIME, copy_rows=7)).plan.copy_rows == 7
 
 
 def test_rows_stay_small_integers():
   cost = cost_on(H200, BF16, experts(8, 8), 2**30)
-  assert all(type(value) is int and 0 <= value <= 2**30 for value in (*cost.plan, cost.fixed_rows))
+  values = *cost.plan, *cost.training, cost.fixed_rows
+  assert all(type(value) is int and 0 <= value <= 2**30 for value in values)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_training_sends_copies_twice_and_gradients_home(beside):
+  exposed = {"copy_exposed_forward": 0.25, "copy_exposed_backward": 0.5, "reduce_exposed": 0.75}
+  device, size = H200.replace("test", **exposed), 3 * 4096 * 1536
+  got = cost_on(device, BF16, experts(4096, 1536), 1000, moving=beside, multiplying=True)
+  links = device if beside else device.portable
+  shapes = [(4096, 1536, direction, 3) for direction in ("forward", "backward")]
+  row = sum(costs.row_seconds(device, *shape) for shape in shapes)
+  sent, home = 2 * size / links["copy_rate"], 4 * size / links["reduce_rate"]
+  delay = 0.25 * sent + 0.5 * sent + 0.75 * home if beside else 2 * sent + home
+  delay += sum(costs.slot_seconds(device, *shape) for shape in shapes)
+  link_rows = round((2 * sent + home) / row) if beside else 0
+  assert got.training == PlanCost(round(delay / row), 1000, link_rows)
+
+
+def test_a_cost_knows_whether_gradients_are_taken():
+  cost = LayerCost(PlanCost(1, 2, 3), 0, PlanCost(10, 20, 30))
+
+  def layer(x, w):
+    return jnp.sum(x * w) + sum(cost.weighed(x, w))
+
+  x, w = jnp.zeros(2), jnp.zeros(2)
+  assert layer(x, w) == jax.jit(layer)(x, w) == 6
+  for of in (0, 1):  # by any of them
+    for function in (layer, jax.jit(layer), jax.checkpoint(layer)):
+      value, grad = jax.value_and_grad(function, argnums=of)(x, w)
+      assert value == 60 and not grad.any()
+  in_scan = jax.value_and_grad(
+    lambda x: jax.lax.scan(lambda c, _: (c, layer(x, w)), 0, None, 2)[1][1]
+  )
+  assert in_scan(x)[0] == 60
+  assert cost._replace(training=None).weighed(x, w) == cost.plan
 
 
 # --- whether a plan can gain -------------------------------------------------------------------

@@ -104,7 +104,9 @@ def test_one_round_is_promised_where_every_load_fits(options, promised):
 
   @jax.jit
   def busiest(load_GE):
-    quota = plan_quotas(load_GE, found.config, found.cost).quota if plans else home_quota(load_GE)
+    quota = (
+      plan_quotas(load_GE, found.config, found.cost.plan).quota if plans else home_quota(load_GE)
+    )
     return jnp.max(jnp.sum(quota, axis=0))
 
   load_LGE = loads(ranks, home, tokens * top_k, np.random.default_rng(0))

@@ -4,17 +4,19 @@ Seconds come from the description of the devices (``devices/``) and the shape of
 integers, so that every rank plans the same.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ultraep_jax import implementation
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
-from ultraep_jax.types import ExpertWeights, PlanCost
+from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
+GRAD_BYTES = 4  # of a weight's gradient from a copy
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -24,10 +26,22 @@ class LayerCost(NamedTuple):
   Attributes:
     plan: what the planner weighs.
     fixed_rows: what a layer that may copy costs more than one that cannot, whatever it copies.
+    training: what the planner weighs where gradients are taken: copies travel twice then, and
+      their gradients go home. ``None``: the same.
   """
 
   plan: PlanCost
   fixed_rows: int
+  training: PlanCost | None = None
+
+  def weighed(self, *operands: Any) -> PlanCost:
+    """``plan``, or ``training`` where the layer is differentiated by any of its operands."""
+    if self.training is None or self.training == self.plan:
+      return self.plan
+    taken = _gradients_taken(operands)
+    return PlanCost(
+      *(jnp.where(taken, *pair) for pair in zip(self.training, self.plan, strict=True))
+    )
 
   def can_gain(
     self,
@@ -59,6 +73,7 @@ class LayerCost(NamedTuple):
     spared = most - most // domain
     if spared and most > int(self.plan.capacity_rows):
       return True  # a plan that fits one round is taken before any other
+    spared = most - max(most // domain, int(self.plan.link_rows))
     return spared > int(self.plan.copy_rows) + self.fixed_rows
 
 
@@ -89,7 +104,7 @@ def layer_cost(
   )
   if config.copy_rows is None:
     return cost
-  return cost._replace(plan=cost.plan._replace(copy_rows=config.copy_rows))
+  return cost._replace(plan=PlanCost(config.copy_rows, capacity), training=None)
 
 
 def cost_on(
@@ -120,14 +135,33 @@ def cost_on(
   inner, width = weights.wo.shape[-2:]
   shape = width, inner, "forward", weights.num_matrices
   matmuls = device.running(kernels=multiplying)
-  sending = copy_seconds(
-    device.running(kernels=moving),
-    copy_bytes(dtype, weights),
-    beside=moving and multiplying,  # else copies travel alone
-  )
-  row = row_seconds(matmuls, *shape)
-  copy = sending + slot_seconds(matmuls, *shape)
-  return LayerCost(PlanCost(round(copy / row), capacity), round(device["balance_seconds"] / row))
+  links, size = device.running(kernels=moving), copy_bytes(dtype, weights)
+  beside = moving and multiplying  # else copies travel alone
+  row, copy = row_seconds(matmuls, *shape), slot_seconds(matmuls, *shape)
+  fixed_rows = round(device["balance_seconds"] / row)
+  copy += copy_seconds(links, size, beside=beside)
+  travelling = size / links["copy_rate"]
+
+  def rounded() -> PlanCost:
+    return PlanCost(round(copy / row), capacity, round(travelling / row) if beside else 0)
+
+  plan = rounded()
+  shape, home = (width, inner, "backward", weights.num_matrices), weights.expert_size * GRAD_BYTES
+  row += row_seconds(matmuls, *shape)
+  copy += slot_seconds(matmuls, *shape) + copy_seconds(links, size, "backward", beside=beside)
+  copy += (links["reduce_exposed"] if beside else 1.0) * home / links["reduce_rate"]
+  travelling += size / links["copy_rate"] + home / links["reduce_rate"]
+  return LayerCost(plan, fixed_rows, rounded())
+
+
+@jax.custom_vjp
+def _gradients_taken(operands: Any) -> Array:
+  """0; but 1 where JAX differentiates a function by any of these, which are not used."""
+  del operands
+  return jnp.int32(0)
+
+
+_gradients_taken.defvjp(lambda _: (jnp.int32(1), None), lambda *_: (None,))
 
 
 def row_seconds(

@@ -39,8 +39,8 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
 
   - ``objective="balance"``: the candidate with the lowest maximum load;
   - ``objective="time"``: of the candidates whose busiest load is at most ``capacity_rows``, or of
-    all if there are none, the least cost in rows, ``busiest + copy_rows * copies``, saturating at
-    2^31 − 1;
+    all if there are none, the least cost in rows,
+    ``max(busiest, link_rows * copies) + copy_rows * copies``, saturating at 2^31 − 1;
   - with ``target``, a busiest load below ``ceil(target * mean)`` counts as that in a cost.
 
   ``copies`` is the most that a rank has to receive or send, on whose links the transfer waits. It
@@ -247,7 +247,7 @@ def _plan_on_gpu(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
     transfer=setup.transfer,
     by_time=setup.by_time,
     target=setup.target,
-    cost=None if cost is None else jnp.stack(cost),
+    cost=None if cost is None else jnp.stack([jnp.asarray(x, jnp.int32) for x in cost]),
     steps=setup.steps,
     searches=setup.searches,
   )

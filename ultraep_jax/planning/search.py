@@ -74,6 +74,7 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
     # where copies cost much it would be lost among costs that saturate.
     above_NQ = (outcome_NQ.busiest > cost.capacity_rows).astype(jnp.int32)
     transfer_NQ = saturating_mul(outcome_NQ.copies, cost.copy_rows)
+    keys_NQ[0] = jnp.maximum(keys_NQ[0], saturating_mul(outcome_NQ.copies, cost.link_rows))
     keys_NQ = [above_NQ, saturating_add(keys_NQ[0], transfer_NQ)]
   keys_NQ += [outcome_NQ.replicas, outcome_NQ.copies, outcome_NQ.busiest]
   best_N = _first_least(*keys_NQ)

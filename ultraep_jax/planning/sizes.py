@@ -7,13 +7,12 @@ import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
-from ultraep_jax.planning.cost import copy_bytes, layer_cost
+from ultraep_jax.planning.cost import GRAD_BYTES, LayerCost, copy_bytes, layer_cost
 from ultraep_jax.planning.fit import always_fits, num_slots
 from ultraep_jax.planning.route import row_capacity
-from ultraep_jax.types import ExpertWeights, PlanCost
+from ultraep_jax.types import ExpertWeights
 
 _MEMORY_SHARE = 1 / 8  # of a device, for copies and their gradients by replica_slots="auto"
-_GRADIENT_BYTES = 4  # of a weight: gradients of copies are float32
 
 
 class Sizes(NamedTuple):
@@ -22,7 +21,7 @@ class Sizes(NamedTuple):
   Attributes:
     config: the layer's, with ``replica_slots`` a number.
     capacity: C, rows of a rank's buffer.
-    cost: what the planner weighs.
+    cost: what the planner weighs, without gradients and with them.
     plans: whether any load of these sizes could be worth a plan; copies never leave a domain.
     one_round: whether every load of these sizes fits the buffer: then the program has no loop over
       rounds, and the host reads nothing.
@@ -30,7 +29,7 @@ class Sizes(NamedTuple):
 
   config: BalanceConfig
   capacity: int
-  cost: PlanCost
+  cost: LayerCost
   plans: bool
   one_round: bool
 
@@ -72,7 +71,7 @@ def settle(
     assignments=tokens * top_k,
     capacity=capacity,
   )
-  return Sizes(config, capacity, cost.plan, plans, one_round)
+  return Sizes(config, capacity, cost, plans, one_round)
 
 
 def _slots(
@@ -87,5 +86,5 @@ def _slots(
   device = known.resolve(config.device)
   if config.replica_slots != "auto" or config.strategy != "quota" or device is None:
     return slots
-  bytes_of_slot = copy_bytes(dtype, weights) + _GRADIENT_BYTES * weights.expert_size
+  bytes_of_slot = copy_bytes(dtype, weights) + GRAD_BYTES * weights.expert_size
   return min(slots, max(int(_MEMORY_SHARE * device["memory_bytes"]) // bytes_of_slot, 1))
