@@ -375,7 +375,7 @@ def test_refuses_slots_without_weights():
 def test_refuses_replicas_without_the_biases_of_homes():
   weights = Projections((zeros(4, 64, 128),) * 2, (zeros(4, 128),) * 2)
   arguments = zeros(512, 64), weights, jnp.zeros(8, jnp.int32)
-  with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+  with pytest.raises(ValueError, match="replica_biases: expected 2, as of the homes, got 0"):
     jax.eval_shape(lambda: brought(*arguments, unit=swiglu, keep_hidden=False))
 
 
