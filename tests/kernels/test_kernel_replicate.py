@@ -296,18 +296,11 @@ def test_turns_and_their_keys_fit_int32(rows):
 def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
   arrays = [np.zeros((1, 16 * units), jnp.dtype(dtype)) for units, dtype in rows]
   cuts = tiles.cut("arrays", arrays, TransferTuning(blocks=1, workers=1, tile_bytes=1024))
-  dealt = np.zeros(num_workers, int)
-  covered = [np.zeros(array.size, int) for array in arrays]
   for tile in cuts:
     assert tile.start * tile.dtype.itemsize % 16 == 0
     assert tile.length * tile.dtype.itemsize % 16 == 0
     assert tile.length * tile.dtype.itemsize <= 1024
-    for worker in range(num_workers):
-      for offset in visited(tile, worker, num_workers):
-        covered[tile.array][offset : offset + tile.length] += 1
-        dealt[worker] += 1
-  assert all((array == 1).all() for array in covered)
-  assert np.ptp(dealt) <= 1
+  check_dealt(cuts, [np.zeros(array.size, int) for array in arrays], num_workers)
 
 
 @settings(max_examples=40)
@@ -325,20 +318,13 @@ def test_tiles_of_matrices_have_whole_trailing_axes(matrices, num_workers):
   arrays = [np.zeros((1, rows, cols), jnp.dtype(dtype)) for rows, cols, dtype in matrices]
   tuning = TransferTuning(blocks=1, workers=1, tile_bytes=1024)
   cuts = tiles.cut("arrays", arrays, tuning, flat=False)
-  dealt = np.zeros(num_workers, int)
-  covered = [np.zeros(array.shape[1], int) for array in arrays]
   forms = len({(array.dtype, array.shape[2:]) for array in arrays})  # each has its own buffer
   for tile in cuts:
     array = arrays[tile.array]
     assert (tile.dtype, tile.rest) == (array.dtype, array.shape[2:])
     whole = tile.length * array.shape[2] * tile.dtype.itemsize
     assert whole % 16 == 0 and (whole * forms <= 1024 or tile.length == 1)
-    for worker in range(num_workers):
-      for offset in visited(tile, worker, num_workers):
-        covered[tile.array][offset : offset + tile.length] += 1
-        dealt[worker] += 1
-  assert all((array == 1).all() for array in covered)
-  assert np.ptp(dealt) <= 1
+  check_dealt(cuts, [np.zeros(array.shape[1], int) for array in arrays], num_workers)
   longest = {}
   for tile in cuts:
     form = tile.dtype, tile.rest
@@ -376,6 +362,18 @@ def test_tiles_have_room_for_every_dtype():
   assert len(tiles.cut("arrays", arrays, TransferTuning(tile_bytes=384))) == 3
   with pytest.raises(ValueError, match="tile_bytes: expected at least 384 for 3 dtypes, got 256"):
     tiles.cut("arrays", arrays, TransferTuning(tile_bytes=256))
+
+
+def check_dealt(cuts, covered, num_workers):
+  """Workers visit every place once, and as many tiles each but for one; ``covered`` is zeros."""
+  dealt = np.zeros(num_workers, int)
+  for tile in cuts:
+    for worker in range(num_workers):
+      for offset in visited(tile, worker, num_workers):
+        covered[tile.array][offset : offset + tile.length] += 1
+        dealt[worker] += 1
+  assert all((array == 1).all() for array in covered)
+  assert np.ptp(dealt) <= 1
 
 
 def visited(tile, worker, num_workers):

@@ -208,7 +208,6 @@ class Replicas:
     self, replica_grads: Sequence[Array], home_grads: Sequence[Array]
   ) -> "kernels.Transfer | None":
     """Makes ``reduce`` of such arrays beside a matmul that does not need them."""
-
     sums = jnp.dtype(jnp.float32)
 
     def transfer() -> "kernels.Transfer | None":
