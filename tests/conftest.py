@@ -56,9 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   NumPy, the browser, and the lowering of kernels: a layer's lowering, which has all of them, is
   tested under all versions.
   """
-  # Interpreted kernels first: XLA of jaxlib 0.11 compiles them on many threads, and crashed twice
-  # in a worker that had run most of the suite, never in a fresh one.
-  items.sort(key=lambda item: item.path.parent.name != "kernels")
   for item in items:
     folder = item.path.parent.name
     lowers = folder in ("kernels", "bench") and "_lower" in item.name
