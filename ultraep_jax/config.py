@@ -39,9 +39,9 @@ class BalanceConfig:
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.
     capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
       multiple of eight; a busier rank takes more rounds, nothing is dropped. By time, a plan that
-      fits is taken first, whatever its copies cost, so that a small buffer can make copies dear.
-    worst_case_bytes: a rank's buffer holds the assignments of all ranks, so that no load needs a
-      second round, where their tokens take at most so many bytes. Small batches do.
+      fits is taken first, whatever its copies cost. ``"auto"``: 1.25, and more for smaller
+      batches, where copies that only make a plan fit would cost more than they spare
+      (``planning/capacity.py``).
     domain_size: ranks among which copies of experts are made; they never leave a domain. Domains
       are contiguous. ``"auto"``: the ranks of a node; all of them for a planner that is called
       without a mesh. ``None``: all ranks are one domain.
@@ -77,8 +77,7 @@ class BalanceConfig:
   objective: Objective = "time"
   target: float | None = None
   min_tokens_per_replica: int = 1
-  capacity_factor: float = 1.25
-  worst_case_bytes: int = 64 << 20
+  capacity_factor: float | Literal["auto"] = "auto"
   domain_size: int | Literal["auto"] | None = "auto"
   node_size: int | Literal["auto"] = "auto"
   transfer: TransferTree = "auto"
@@ -91,7 +90,6 @@ class BalanceConfig:
   def __post_init__(self) -> None:
     if self.replica_slots != "auto":
       check_int("replica_slots", self.replica_slots, minimum=0, maximum=_MOST_SLOTS)
-    check_int("worst_case_bytes", self.worst_case_bytes, minimum=0)
     check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
     if self.domain_size not in ("auto", None):
       check_int("domain_size", self.domain_size, minimum=1)
@@ -103,7 +101,8 @@ class BalanceConfig:
       raise TypeError(
         f"batch_invariant: expected a bool, got {type(self.batch_invariant).__name__}"
       )
-    check_factor("capacity_factor", self.capacity_factor)
+    if self.capacity_factor != "auto":
+      check_factor("capacity_factor", self.capacity_factor)
     if self.target is not None:
       check_factor("target", self.target)
     check_choice("objective", self.objective, get_args(Objective))

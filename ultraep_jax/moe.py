@@ -12,6 +12,7 @@ from ultraep_jax.checks import arguments_of, check_layer, check_plan
 from ultraep_jax.compute import rounds
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
+from ultraep_jax.planning import capacity as buffers
 from ultraep_jax.planning import load, route, sizes
 from ultraep_jax.planning.cost import copy_bytes
 from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
@@ -120,7 +121,7 @@ def measured_moe(
   mesh, given = jax.sharding.get_abstract_mesh(), config
   config = nodes.settle(config, mesh, axis_name)
   num_tokens, top_k = expert_index_TK.shape
-  config, capacity, cost, plans, one_round = sizes.settle(
+  config, capacity, transient_capacity, cost, plans, one_round = sizes.settle(
     config,
     tokens=num_tokens,
     top_k=top_k,
@@ -143,7 +144,7 @@ def measured_moe(
   num_rounds = None
   if not one_round:
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
-    num_rounds = mesh_max(route.num_rounds(plan, capacity), same_along=axis_name)
+    num_rounds = mesh_max(buffers.num_rounds(plan, capacity), same_along=axis_name)
 
   copies = bool(plan.replica_expert.shape[1])
   routing = rounds.Routing(
@@ -161,6 +162,7 @@ def measured_moe(
   static = rounds.Static(
     axis_name,
     capacity,
+    transient_capacity,
     config.domain_of(num_ranks),
     nodes.ranks(given, mesh, axis_name),
     activation,

@@ -52,7 +52,7 @@ def run(ranks: int, domain: int | str) -> dict[str, float]:
   x, cotangent = normal(len(index), WIDTH), normal(len(index), WIDTH)
   gate = rng.random(index.shape).astype(np.float32)
   config = uep.BalanceConfig(
-    replica_slots=SLOTS, objective="balance", domain_size=domain, worst_case_bytes=0
+    replica_slots=SLOTS, objective="balance", domain_size=domain, capacity_factor=1.25
   )
 
   def balanced(x, gate, weights, index):

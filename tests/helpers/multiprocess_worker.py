@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ultraep_jax as uep
 
 E, D, F, K, TOKENS = 16, 8, 12, 2, 12
-CONFIG = uep.BalanceConfig(
-  replica_slots=1, objective="balance", capacity_factor=1.0, worst_case_bytes=0
-)
+CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", capacity_factor=1.0)
 
 
 def main() -> None:

@@ -91,7 +91,6 @@ def test_equals_dense(case):
     objective="balance",
     strategy=pile_up,
     capacity_factor=1.0 if several else 8.0,
-    worst_case_bytes=0,
   )
   layers = 2 if case["transform"] == "scan" else None
   vma = case["mesh"] != "without vma"

@@ -26,7 +26,7 @@ import ultraep_jax as uep
 from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.moe import home_rows
 
-CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", capacity_factor=1.25)
 
 # What a program depends on. Each runs with all loads, with and without masked choices.
 FACTORS = {
@@ -85,7 +85,6 @@ def test_equals_dense(case):
     objective="balance",
     strategy=case["strategy"],
     capacity_factor=1.0 if several else float(case["ranks"]),
-    worst_case_bytes=0,
   )
   layers = 2 if case["transform"] == "scan" else None
   apply = None

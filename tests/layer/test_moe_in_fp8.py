@@ -21,7 +21,7 @@ CONFIG = uep.BalanceConfig(
   objective="balance",
   implementation="portable",
   dispatch_dtype="float8_e4m3fn",
-  worst_case_bytes=0,
+  capacity_factor=1.25,
 )
 
 

@@ -32,7 +32,7 @@ from pallas_kernels.transfer.tuning import ExchangeTuning, TransferTuning
 from ultraep_jax import activations, implementation
 
 CONFIG = uep.BalanceConfig(
-  replica_slots=1, objective="balance", implementation="mosaic_gpu", worst_case_bytes=0
+  replica_slots=1, objective="balance", implementation="mosaic_gpu", capacity_factor=1.25
 )
 
 

@@ -22,7 +22,7 @@ from ultraep_jax.transport.block_exchange import BlockCrossing
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", worst_case_bytes=0)
+CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", capacity_factor=1.25)
 EXACT = dataclasses.replace(QUICK, strategy="exact")  # the plan depends on the loads
 
 

@@ -20,7 +20,7 @@ from layer_problems import (
 import ultraep_jax as uep
 from ultraep_jax.testing import dense_moe
 
-CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", worst_case_bytes=0)
+CONFIG = uep.BalanceConfig(replica_slots=1, objective="balance", capacity_factor=1.25)
 
 
 def check(problem, **kwargs):

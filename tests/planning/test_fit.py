@@ -11,9 +11,9 @@ from scalar_planner import most_copies, twin_construction
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan as planner
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.exact import construct, slots_that_suffice
 from ultraep_jax.planning.fit import always_fits, num_slots
-from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.types import PlanCost
 
 INT32_MAX = 2**31 - 1

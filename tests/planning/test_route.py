@@ -114,25 +114,6 @@ def test_local_tokens_stay():
   np.testing.assert_array_equal(routes.dest_TK[:, :, 0], np.arange(4)[:, None].repeat(8, 1))
 
 
-@pytest.mark.parametrize(("factor", "rounds"), [(1.0, 4), (2.0, 2), (3.0, 2), (4.0, 1)])
-def test_rounds_cover_the_busiest_rank(factor, rounds):
-  config = uep.BalanceConfig(capacity_factor=factor, strategy="none")
-  index_GTK = jnp.zeros((4, 8, 1), jnp.int32)
-  load_GE = jnp.zeros((4, 4), jnp.int32).at[:, 0].set(8)
-  quota = jnp.zeros((4, 4), jnp.int32).at[0, 0].set(32)
-  empty = jnp.zeros((4, 0), jnp.int32)
-  plan = uep.Plan(empty, quota, empty)
-  capacity = route.row_capacity(8, 1, 4, config)
-  assert int(route.num_rounds(plan, capacity)) == rounds
-  assert int(jnp.max(route_all(index_GTK, load_GE, plan, config).row_TK)) // capacity == rounds - 1
-
-
-@pytest.mark.parametrize(("tokens", "rows"), [(8, 16), (16, 24), (128, 136), (1, 8)])
-def test_capacity_is_a_multiple_of_eight(tokens, rows):
-  config = uep.BalanceConfig(capacity_factor=1.0625)
-  assert route.row_capacity(tokens, 1, 4, config) == rows
-
-
 def test_memory_grows_with_experts_times_ranks_only():
   ranks, num_experts = 64, 256
   shapes = (
@@ -175,17 +156,3 @@ def test_what_is_no_route_is_refused():
     route.route_tokens(index.astype(jnp.float32), load, plan, 0, CONFIG)
   with pytest.raises(TypeError, match="config: expected a BalanceConfig, got NoneType"):
     route.route_tokens(index, load, plan, 0, None)
-
-
-def test_small_batches_have_room_for_everything():
-  """Which take at most so many bytes: 4 ranks' 8 tokens of 2 choices, 100 bytes each."""
-  for limit, rows in ((6400, 64), (6399, 24)):
-    config = uep.BalanceConfig(capacity_factor=1.25, worst_case_bytes=limit)
-    assert route.row_capacity(8, 2, 4, config, token_bytes=100) == rows
-    assert route.row_capacity(8, 2, 4, config) == 24  # of unknown width
-
-
-@pytest.mark.parametrize("factor", [1e308, 10**400])
-def test_no_factor_gives_more_rows_than_there_are_assignments(factor):
-  config = uep.BalanceConfig(capacity_factor=factor)
-  assert route.row_capacity(10, 2, 4, config) == 80

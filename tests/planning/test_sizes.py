@@ -91,14 +91,14 @@ def loads(ranks, home, assignments, rng):
     ({"objective": "balance", "target": 1.2}, True),
     ({"objective": "balance", "target": 1.4}, False),
     ({"min_tokens_per_replica": 3}, False),
-    ({"worst_case_bytes": 64 << 20, "strategy": "none"}, True),
+    ({"capacity_factor": "auto", "strategy": "none"}, True),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_one_round_is_promised_where_every_load_fits(options, promised):
   """Also if a token names one expert twice, of which no plan is made where nothing can gain."""
   ranks, home, tokens, top_k = 4, 1, 15, 2
-  config = BalanceConfig(**{"worst_case_bytes": 0, "implementation": "portable", **options})
+  config = BalanceConfig(**{"capacity_factor": 1.25, "implementation": "portable", **options})
   found = settled(config, tokens=tokens, top_k=top_k, ranks=ranks, home=home)
   plans = found.plans and config.strategy == "quota"
 
@@ -114,3 +114,24 @@ def test_one_round_is_promised_where_every_load_fits(options, promised):
   assert found.one_round == promised
   # For copies that serve too few these loads are not the worst.
   assert "min_tokens_per_replica" in options or (most <= found.capacity) == promised
+
+
+@pytest.mark.parametrize(
+  ("options", "more_room"),
+  [
+    ({}, True),
+    ({"capacity_factor": 1.25}, False),
+    ({"device": None}, False),  # copies weigh nothing
+    ({"objective": "balance"}, False),
+    ({"strategy": "none"}, False),
+    ({"replica_slots": 1}, False),  # rounds are counted for one size
+  ],
+)
+def test_copies_that_cost_have_more_room_where_no_rows_are_kept(options, more_room):
+  config = BalanceConfig(**{"device": H200, "implementation": "portable", **options})
+  found = settled(config, tokens=1 << 20)  # 256 MiB of a rank's tokens
+  assert found.capacity == 1.25 * 2**21
+  assert found.transient_capacity == (2 if more_room else 1.25) * 2**21
+  training = found.cost.training or found.cost.plan
+  assert training.capacity_rows == found.capacity
+  assert found.cost.plan.capacity_rows == found.transient_capacity

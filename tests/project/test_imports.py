@@ -92,7 +92,7 @@ def test_calls_of_a_layer_point_down():
   """From ``sharded_moe`` on, gradients too; one function calls back what its callers give it."""
   weights = uep.ExpertWeights(*[jnp.ones((8, 4, 4))] * 3)
   arguments = jnp.ones((40, 4)), jnp.ones((40, 2), jnp.int32), jnp.ones((40, 2)), weights
-  config = uep.BalanceConfig(replica_slots=1, capacity_factor=1.0, worst_case_bytes=0)
+  config = uep.BalanceConfig(replica_slots=1, capacity_factor=1.0)
   calls, back = set(), set()
 
   def file_of(frame):

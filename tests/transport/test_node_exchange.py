@@ -154,7 +154,6 @@ def test_the_layer_equals_a_dense_one(data, node_size, monkeypatch):
     objective="balance",
     node_size=node_size,
     capacity_factor=1.0,
-    worst_case_bytes=0,
   )
   y, stats, grads = value_and_grads(layer(problem, config), problem)
   assert set(made) == {node_size}

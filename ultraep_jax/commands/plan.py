@@ -22,9 +22,9 @@ from ultraep_jax import advice, strategies, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
 from ultraep_jax.files import read_array, read_json, regular
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank
-from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost

@@ -34,7 +34,8 @@ class Static(NamedTuple):
   """What is fixed at trace time."""
 
   axis_name: AxisName
-  capacity: int
+  capacity: int  # C of a call that is differentiated, whose rows are kept
+  transient_capacity: int  # of one that is not
   domain_size: int
   node_ranks: int
   activation: Activation
@@ -89,6 +90,7 @@ def experts_on_tokens(
   Where the number of rounds is not known while tracing, the host reads it, and waits. It does so
   behind the first round, so that the launches of that round never wait.
   """
+  static = static._replace(capacity=static.transient_capacity)
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
   out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)

@@ -43,6 +43,11 @@ class LayerCost(NamedTuple):
       *(jnp.where(taken, *pair) for pair in zip(self.training, self.plan, strict=True))
     )
 
+  def with_transient_capacity(self, capacity: int) -> "LayerCost":
+    """The same, with buffers of so many rows where no gradients are taken."""
+    training = self.plan if self.training is None else self.training
+    return self._replace(plan=self.plan._replace(capacity_rows=capacity), training=training)
+
   def can_gain(
     self,
     config: BalanceConfig,

@@ -7,7 +7,6 @@ contains it. Both sums are exact by construction, and every rank can compute the
 row of its own assignments without asking anyone.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -21,35 +20,6 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.implementation import first_that_can
 from ultraep_jax.planning.load import drop_invalid, position_in_group
 from ultraep_jax.types import Array, Plan, Routes
-
-_ROW_UNIT = 8
-
-
-def row_capacity(
-  tokens: int, top_k: int, num_ranks: int, config: BalanceConfig, token_bytes: int | None = None
-) -> int:
-  """C, the rows that a rank computes in one round, a multiple of 8 as the kernels need.
-
-  Never more than there are assignments, rounded up.
-
-  Args:
-    tokens: T, of a rank.
-    top_k: K.
-    num_ranks: G.
-    config: ``capacity_factor`` and ``worst_case_bytes`` count.
-    token_bytes: of one token, by which small batches are told; ``None``: none is small.
-  """
-  everything = tokens * top_k * num_ranks
-  rows = math.ceil(tokens * top_k * min(config.capacity_factor, num_ranks))
-  if token_bytes is not None and everything * token_bytes <= config.worst_case_bytes:
-    rows = everything
-  return -(-rows // _ROW_UNIT) * _ROW_UNIT
-
-
-def num_rounds(plan: Plan, capacity: int) -> Array:
-  """``[]`` int32, rounds that the busiest rank needs, at least 1."""
-  busiest = jnp.max(jnp.sum(plan.quota, axis=0))
-  return jnp.maximum(1, -(-busiest // capacity)).astype(jnp.int32)
 
 
 def slot_experts(plan: Plan) -> Array:

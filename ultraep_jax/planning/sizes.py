@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import GRAD_BYTES, LayerCost, copy_bytes, layer_cost
 from ultraep_jax.planning.fit import always_fits, num_slots
-from ultraep_jax.planning.route import row_capacity
 from ultraep_jax.types import ExpertWeights
 
 _MEMORY_SHARE = 1 / 8  # of a device, for copies and their gradients by replica_slots="auto"
@@ -20,7 +20,8 @@ class Sizes(NamedTuple):
 
   Attributes:
     config: the layer's, with ``replica_slots`` a number.
-    capacity: C, rows of a rank's buffer.
+    capacity: C, rows of a rank's buffer where gradients are taken.
+    transient_capacity: C where they are not.
     cost: what the planner weighs, without gradients and with them.
     plans: whether any load of these sizes could be worth a plan; copies never leave a domain.
     one_round: whether every load of these sizes fits the buffer: then the program has no loop over
@@ -29,6 +30,7 @@ class Sizes(NamedTuple):
 
   config: BalanceConfig
   capacity: int
+  transient_capacity: int
   cost: LayerCost
   plans: bool
   one_round: bool
@@ -71,7 +73,12 @@ def settle(
     assignments=tokens * top_k,
     capacity=capacity,
   )
-  return Sizes(config, capacity, cost, plans, one_round)
+  transient = capacity
+  weighs = config.strategy == "quota" and config.objective == "time" and bool(cost.plan.copy_rows)
+  if one_round and plans and weighs:  # more room spares copies that only make a plan fit
+    transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
+    cost = cost.with_transient_capacity(transient)
+  return Sizes(config, capacity, transient, cost, plans, one_round)
 
 
 def _slots(

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.plan import plan_quotas
-from ultraep_jax.planning.route import row_capacity, slot_sizes
+from ultraep_jax.planning.route import slot_sizes
 from ultraep_jax.trace import disk
 from ultraep_jax.trace.format import COLUMNS, Columns, Manifest, TraceError
 from ultraep_jax.trace.reader import Trace, read

@@ -15,7 +15,7 @@ from ultraep_jax.activations import swiglu
 from ultraep_jax.bench.layer.problem import AXIS, SHAPES
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import search
-from ultraep_jax.planning.route import row_capacity
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.types import Array, ExpertWeights
 

@@ -25,6 +25,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.moe import moe
 from ultraep_jax.planning import route
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.load import expert_load
 from ultraep_jax.planning.plan import home_quota, plan_quotas
 from ultraep_jax.tables import table
@@ -138,7 +139,7 @@ def exchange_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   x = jnp.asarray(rng.normal(size=(ranks * tokens, width)), jnp.bfloat16)
   index = jnp.asarray(index, jnp.int32)
   config = BalanceConfig(replica_slots=0, objective="balance")
-  capacity = route.row_capacity(tokens, top_k, ranks, config)
+  capacity = row_capacity(tokens, top_k, ranks, config)
   capacity += 1024 // scale  # home placement of random choices is not quite even
 
   def routes_of(index_TK: Array) -> Routes:

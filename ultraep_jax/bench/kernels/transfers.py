@@ -18,6 +18,7 @@ from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.machine import devices_for_kernels
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.relay import egress_per_rank
@@ -106,7 +107,7 @@ def time_cases(ranks: int, config: BalanceConfig) -> dict[str, Placement]:
   sizes = (1, 4096, 1536), (1, 1536, 4096)
   into, out = (cast("Array", jax.ShapeDtypeStruct(size, jnp.bfloat16)) for size in sizes)
   experts = ExpertWeights(into, into, out)
-  capacity = int(8192 * 8 * config.capacity_factor)
+  capacity = row_capacity(8192, 8, ranks, config)
   cost = cost_on(known.resolve(), jnp.dtype(jnp.bfloat16), experts, capacity).plan
   for ratio in (r for r in _RATIOS if r < ranks):
     load_GE = testing.zipf_loads(0, 16 * ranks, ranks, 8192, 8, ratio, shuffle=False)

@@ -16,7 +16,7 @@ from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
 from ultraep_jax.bench.layer.variants import SLACK, bound, layer, one_call, planned
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan
-from ultraep_jax.planning.route import row_capacity
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.tables import table_of_records
 
 Row = dict[str, Any]

@@ -68,7 +68,6 @@ def config_of(variant: str, args: argparse.Namespace, capacity_factor: float) ->
     implementation=args.implementation,
     dispatch_dtype=args.dispatch_dtype,
     capacity_factor=capacity_factor,
-    worst_case_bytes=0,  # buffers are made to measure
   )
 
 

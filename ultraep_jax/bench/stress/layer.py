@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ultraep_jax import testing
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.config import BalanceConfig, Implementation
-from ultraep_jax.planning.route import row_capacity
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tools import processes
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
@@ -82,7 +82,6 @@ class Problem(NamedTuple):
       replica_slots=1,
       objective="balance",
       capacity_factor=float(self.groups_and_ranks[1]) if self.room else 1.0,
-      worst_case_bytes=0,  # so that there are several rounds
       domain_size=self.domain_size,
       implementation=implementation,
     )

@@ -1,0 +1,69 @@
+"""How many rows a rank's buffer holds, and how many rounds of these a plan needs.
+
+A small buffer costs more than memory saves: a plan that may not exceed it makes copies that only
+serve to fit. Few tokens do not hide these behind their matmuls. So small batches have more room.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.types import Array, Plan
+
+_ROW_UNIT = 8
+_TIGHT, _AMPLE = 1.25, 2  # rows over the mean
+# Bytes of tokens, by ``capacity_factor="auto"``. The rows that a layer keeps for its gradients stay
+# until the backward pass, those of a layer without gradients until its end.
+_ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
+_KEPT_BYTES, _TRANSIENT_BYTES = 128 << 20, 512 << 20  # of a rank: ``_AMPLE`` up to these
+
+
+def row_capacity(
+  tokens: int,
+  top_k: int,
+  num_ranks: int,
+  config: BalanceConfig,
+  token_bytes: int | None = None,
+  *,
+  kept: bool = True,
+) -> int:
+  """C, the rows that a rank computes in one round, a multiple of 8 as the kernels need.
+
+  Never more than there are assignments, rounded up.
+
+  Args:
+    tokens: T, of a rank.
+    top_k: K.
+    num_ranks: G.
+    config: ``capacity_factor`` counts. ``"auto"`` is 1.25 for large batches. It is up to 2 as far
+      as a rank's tokens take 128 MiB then, or 512 MiB where they are not kept. Buffers hold all
+      assignments where these take 64 MiB.
+    token_bytes: of one token, by which small batches are told; ``None``: none is small.
+    kept: for gradients.
+
+  >>> auto = BalanceConfig()
+  >>> [row_capacity(tokens, 8, 4, auto, token_bytes=4096) for tokens in (512, 2048, 8192)]
+  [16384, 32768, 81920]
+  >>> row_capacity(8192, 8, 4, auto, token_bytes=4096, kept=False)
+  131072
+  """
+  mean = tokens * top_k
+  everything = mean * num_ranks
+  if config.capacity_factor != "auto":
+    rows = math.ceil(mean * min(config.capacity_factor, num_ranks))
+  elif token_bytes is None:
+    rows = math.ceil(mean * _TIGHT)
+  elif everything * token_bytes <= _ALL_BYTES:
+    rows = everything
+  else:
+    room = (_KEPT_BYTES if kept else _TRANSIENT_BYTES) // token_bytes
+    rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room))
+  rows = min(rows, everything)
+  return -(-rows // _ROW_UNIT) * _ROW_UNIT
+
+
+def num_rounds(plan: Plan, capacity: int) -> Array:
+  """``[]`` int32, rounds that the busiest rank needs, at least 1."""
+  busiest = jnp.max(jnp.sum(plan.quota, axis=0))
+  return jnp.maximum(1, -(-busiest // capacity)).astype(jnp.int32)
