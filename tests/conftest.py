@@ -63,6 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
       item.add_marker(pytest.mark.any_jax)
 
 
+def pytest_collection_finish() -> None:
+  # What is imported stays. To look through it at the end of each module took 0.12 s.
+  gc.collect()
+  gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
   gpu_tests.skip_without_gpu(item)
 
