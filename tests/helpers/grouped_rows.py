@@ -126,8 +126,16 @@ def assert_products(
   """Each group's rows times its weights, and its bias, rounded once."""
   assert got.shape == (rows.shape[0], weights.shape[2])
   assert got.dtype == jnp.bfloat16
-  got = np.asarray(got)
+  got = np.asarray(got)[: sum(sizes)]
+  np.testing.assert_array_equal(got, products(rows, weights, sizes, bias))
+
+
+def products(
+  rows: jax.Array, weights: jax.Array, sizes: Sequence[int], bias: jax.Array | None = None
+) -> np.ndarray:
+  """Of the used rows."""
   bias = np.zeros(weights.shape[::2]) if bias is None else bias
   rows_32, weights_32, bias_32 = (np.asarray(x, np.float32) for x in (rows, weights, bias))
-  for span, weight, offset in zip(spans(sizes), weights_32, bias_32, strict=True):
-    np.testing.assert_array_equal(got[span], (rows_32[span] @ weight + offset).astype(jnp.bfloat16))
+  groups = zip(spans(sizes), weights_32, bias_32, strict=True)
+  each = [rows_32[span] @ weight + offset for span, weight, offset in groups]
+  return np.concatenate(each).astype(jnp.bfloat16)
