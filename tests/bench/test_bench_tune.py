@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 from grouped_rows import interpreted
 
+from pallas_kernels import support
 from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.tunings import Entry, Tunings
-from ultraep_jax.bench import contest
+from ultraep_jax.bench import contest, timing
 from ultraep_jax.bench.contest import NO_TIME, Contest, Outcome, Pace, choose
 from ultraep_jax.bench.kernels import by_copies, grouped_matmul, matmul_problems
 from ultraep_jax.bench.tune import command as tune
@@ -25,6 +26,14 @@ from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
 
 KIND = jax.devices("cpu")[0].device_kind
+
+
+@pytest.fixture
+def interpreting(monkeypatch):
+  """Kernels interpreted, which takes long: programs run to be compared, and once to be timed."""
+  monkeypatch.setattr(timing, "_WARM_UP", 0)
+  with interpreted():
+    yield
 
 
 # --- contests --------------------------------------------------------------------------------
@@ -211,16 +220,16 @@ def test_a_problem_beside_a_transfer_has_room_for_it_and_lowers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward down beside", "gated beside", "gated only beside"])
-def test_what_is_multiplied_by_copies_is_the_same(name, monkeypatch):
+def test_what_is_multiplied_by_copies_is_the_same(name, monkeypatch, interpreting):
   """Interpreted: the copies are complete when they are read."""
   monkeypatch.setattr(by_copies, "COPYING", TransferTuning(1, 3, 1024))
+  monkeypatch.setattr(support, "num_sms", lambda: 1)  # of the peer, too
   problem = matmul_problems.Problem(name, "small", 256, 128, 64, home=3, replica=2)
   parts = problem.parts()
   kernels = {"kernel": functools.partial(parts.kernel, tuning=MatmulTuning(blocks=1))}
   competing = problem.contest({**kernels, **parts.peers})
   competing = dataclasses.replace(competing, most_error=0.0)
-  with interpreted():
-    ((_, outcome),) = contest.hold([competing], Pace(workers=1, calls=1, rounds=1))
+  ((_, outcome),) = contest.hold([competing], Pace(workers=1, calls=1, rounds=1))
   assert set(outcome.seconds) == {"kernel", "whole"} and not outcome.failures
 
 
@@ -273,13 +282,12 @@ def test_transfers_lower_for_gpus(operation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["replicate", "reduce", "dispatch", "combine"])
-def test_transfers_of_any_tuning_give_the_same(operation):
+def test_transfers_of_any_tuning_give_the_same(operation, interpreting):
   """Interpreted, also where unused rows and empty slots hold what was there."""
   mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
   problem = matmul_problems.Problem.of("sum beside", "qwen3-235b", 256, scale=64)
   small = dataclasses.replace(tune_transfers.DEFAULTS[operation], blocks=1, workers=1)
   tunings = {"default": small, "small": dataclasses.replace(small, tile_bytes=4096)}
   competing = tune_transfers.contest(operation, problem, tunings, mesh)
-  with interpreted():
-    ((_, outcome),) = contest.hold([competing], Pace(workers=1, calls=1, rounds=1))
+  ((_, outcome),) = contest.hold([competing], Pace(workers=1, calls=1, rounds=1))
   assert list(outcome.seconds) == ["default", "small"] and not outcome.failures
