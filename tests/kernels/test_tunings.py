@@ -164,11 +164,14 @@ def contest_of(each):
   return transfers.contest(each.operation, problem, tunings, mesh)
 
 
+FEW_ROWS = 1024  # for the tuning's own tiles: of more rows the default is even ones, alike for all
+
+
 def problem_of(each):
   """The problem of a matmul's entry."""
   for name, operation in PROBLEMS.items():
     for wide, inner in (each.widths, each.widths[::-1], (each.widths[1], each.widths[0] // 2)):
-      problem = Problem(name, "", 32768, wide, inner)
+      problem = Problem(name, "", FEW_ROWS, wide, inner)
       if operation == each.operation and problem.widths == each.widths:
         return problem
   raise AssertionError(each)
@@ -191,6 +194,9 @@ def test_committed_tunings_lower_for_gpus(each):
 
 # Each operation has a number of blocks of its own, which is its grid, or a part of it.
 BLOCKS = {operation: 3 + 7 * i for i, operation in enumerate(OPERATIONS)}
+# What goes home is known by its bytes: an expert's gradients, in float32, and parts of these.
+EXPERT_BYTES = 3 * 256 * 128 * 4
+BLOCKS_OF_PARTS = {2: 9, 3: 13}
 
 
 def table_of_blocks():
@@ -198,7 +204,11 @@ def table_of_blocks():
   for operation, what in OPERATIONS.items():
     workers = {"workers": 3} if operation in ("copying", "reducing") else {}
     tuning = dataclasses.replace(what.tuning(), blocks=BLOCKS[operation], **workers)
-    entries.append(Entry(operation=operation, widths=(), tuning=tuning))
+    widths = (EXPERT_BYTES,) if operation == "reducing" else ()
+    entries.append(Entry(operation=operation, widths=widths, tuning=tuning))
+  for part, count in BLOCKS_OF_PARTS.items():
+    tuning = TransferTuning(count, 3, 32768)
+    entries.append(Entry(operation="reducing", widths=(EXPERT_BYTES // part,), tuning=tuning))
   return Tunings(tuple(entries))
 
 
@@ -248,10 +258,23 @@ BACKWARD = blocks_of(
 ) | blocks_of("sum beside + reducing")
 
 
-def test_kernels_are_laid_out_as_the_config_says():
-  device = dataclasses.replace(H200, tunings=table_of_blocks())
-  found = grids(backward=True, device=device)
-  assert found >= FORWARD | BACKWARD and not {132, 7 * 132 + 13, 7 * 132 + 16} & found
+@pytest.fixture(scope="module")
+def backward_grids():
+  return grids(backward=True, device=dataclasses.replace(H200, tunings=table_of_blocks()))
+
+
+def test_kernels_are_laid_out_as_the_config_says(backward_grids):
+  assert backward_grids >= FORWARD | BACKWARD
+  assert not {132, 7 * 132 + 13, 7 * 132 + 16} & backward_grids
+
+
+def test_gradients_of_bfloat16_weights_are_known_by_the_bytes_that_travel(backward_grids):
+  """Copies' gradients are float32, whatever the homes' are; tables are measured with float32."""
+  # Of the whole expert, whose parts go home one after the other.
+  for beside in ("sum beside", "wgrad beside"):
+    assert BLOCKS[beside] + BLOCKS["reducing"] in backward_grids
+    for count in BLOCKS_OF_PARTS.values():
+      assert BLOCKS[beside] + count not in backward_grids
 
 
 def test_kernels_without_copies_are_laid_out_as_the_config_says():
@@ -261,26 +284,11 @@ def test_kernels_without_copies_are_laid_out_as_the_config_says():
   assert 132 not in found
 
 
-def test_biases_are_replicated_as_the_config_says():
+def test_biases_are_replicated_as_the_config_says(backward_grids):
   device = dataclasses.replace(H200, tunings=table_of_blocks())
   alone = blocks_of("replicate")
   assert grids(backward=False, device=device, biases=True) >= alone
-  assert not grids(backward=False, device=device) & alone
-
-
-def test_gradients_of_bfloat16_weights_are_known_by_the_bytes_that_travel():
-  """Copies' gradients are float32, whatever the homes' are; tables are measured with float32."""
-  expert, blocks = 3 * 256 * 128 * 4, {1: 5, 2: 9, 3: 13}
-  entries = tuple(
-    Entry(operation="reducing", widths=(expert // part,), tuning=TransferTuning(count, 3, 32768))
-    for part, count in blocks.items()
-  )
-  device = dataclasses.replace(H200, tunings=Tunings((*entries, *table_of_blocks().entries)))
-  found = grids(backward=True, device=device)
-  # Of the whole expert, whose parts go home one after the other.
-  for beside in ("sum beside", "wgrad beside"):
-    for part, count in blocks.items():
-      assert (BLOCKS[beside] + count in found) == (part == 1)
+  assert not backward_grids & alone
 
 
 def test_kernels_are_laid_out_as_the_table_says(monkeypatch):
