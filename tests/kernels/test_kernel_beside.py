@@ -176,13 +176,14 @@ def test_gradients_go_home_beside_the_last_matmul(dtype, few_blocks):
     np.testing.assert_array_equal(np.asarray(out[part], np.float32)[:used], alone[:used])
 
 
-@pytest.mark.parametrize(("slots", "check_vma"), [(2, True), (2, False), (16, True)])
-def test_lowers_for_gpus(slots, check_vma):
+# Of few rows tiles are not even.
+@pytest.mark.parametrize(("slots", "check_vma", "capacity"), [(2, False, 1024), (16, True, 69632)])
+def test_lowers_for_gpus(slots, check_vma, capacity):
   """At the layer's sizes and tunings; the reduction works in place.
 
   Work lists grow with the slots, and must fit beside what the matmuls keep in shared memory.
   """
-  capacity, width, inner, home, ranks = 69632, 4096, 1536, 16, 4
+  width, inner, home, ranks = 4096, 1536, 16, 4
 
   def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct((ranks * sizes[0], *sizes[1:]), dtype)
