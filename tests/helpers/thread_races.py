@@ -48,12 +48,13 @@ class Watch:
 
   def touch(self, effect: str, line: str, token: Any, key: Any, *args: Any) -> Any:
     kind, from_peer = effect.removesuffix("_at_peer"), effect.endswith("_at_peer")
-    index, value, mask = map(np.asarray, args)
+    index, value, mask = (np.broadcast_to(arg, warps.THREADS).tolist() for arg in args)
     vector = tuple(np.delete(np.asarray(key), mosaic_interpret._REFERENCES).tolist())
-    for place in np.flatnonzero(np.broadcast_to(mask, warps.THREADS)):
-      written = int(np.broadcast_to(value, warps.THREADS)[place])
-      thread = _PEER if from_peer else int(place)
-      others = self.accesses.setdefault((vector, int(index[place])), set())
+    for place in range(warps.THREADS):
+      if not mask[place]:
+        continue
+      thread, written = _PEER if from_peer else place, value[place]
+      others = self.accesses.setdefault((vector, index[place]), set())
       for other, other_kind, other_written in others - {(thread, kind, written)}:
         same = kind == other_kind
         if other == thread or (same and (kind in _UNORDERED or written == other_written)):
