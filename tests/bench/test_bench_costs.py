@@ -113,6 +113,7 @@ def test_launches_and_layers_run():
 def test_copies_lower_for_gpus(make, monkeypatch):
   shape = argparse.Namespace(width=256, inner=128, top_k=8)
   monkeypatch.setattr(costs, "EXPERT", shape)
+  monkeypatch.setattr(costs, "_EXPERT_SIZE", 3 * shape.width * shape.inner)
   monkeypatch.setattr(beside, "TOKENS", 256)
   counts = {"copies before": 2}
   programs = {name: run.func.trace(*run.args) for name, run in make(mesh_of(2), 1).items()}
