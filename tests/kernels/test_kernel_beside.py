@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assignments import mesh
-from grouped_rows import exact, interpreted
+from grouped_rows import exact, interpreted, products
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import support
 from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.gated import Projections, gated_beside, gated_matmul
+from pallas_kernels.matmul.gated import Projections, gated_beside
 from pallas_kernels.matmul.grouped import (
-  grouped_matmul,
-  grouped_matmul_sum,
   matmul_beside,
   sum_beside,
 )
@@ -132,15 +130,14 @@ def test_rows_of_replicas_wait_for_their_copies(matmul, even, few_blocks):
     part, mine = slice(256 * rank, 256 * rank + 256), slice(home * rank, home * rank + home)
     used = int(ROWS_OF_THREE[rank].sum())
     replicas = [array[jnp.maximum(COPIES[rank], 0)] for array in weights]
-    with interpreted():
-      if matmul == "gated":
-        pairs = Projections(tuple(x[mine] for x in weights)), Projections(tuple(replicas))
-        alone = gated_matmul(rows[part], *pairs, ROWS_OF_THREE[rank], reglu, keep_hidden=False)
-        alone = jax.block_until_ready(alone.inner_CN)
-      else:
-        alone = grouped_matmul(rows[part], weights[0][mine], replicas[0], ROWS_OF_THREE[rank])
-        alone = jax.block_until_ready(alone)
-    np.testing.assert_array_equal(np.asarray(out[part])[:used], np.asarray(alone)[:used])
+    every = [
+      np.concatenate([array[mine], more]) for array, more in zip(weights, replicas, strict=True)
+    ]
+    expected = [products(rows[part], array, ROWS_OF_THREE[rank]) for array in every]
+    if matmul == "gated":
+      gate, up = (jnp.asarray(each, jnp.float32) for each in expected)
+      expected = [reglu(gate, up).astype(jnp.bfloat16)]
+    np.testing.assert_array_equal(np.asarray(out[part])[:used], expected[0])
 
 
 @pytest.mark.slow
@@ -163,17 +160,11 @@ def test_gradients_go_home_beside_the_last_matmul(dtype, few_blocks):
   np.testing.assert_array_equal(np.asarray(sums, np.float32), np.asarray(expected, np.float32))
   for rank in range(RANKS):
     part, mine = slice(256 * rank, 256 * rank + 256), slice(rank, rank + 1)
-    used = int(sizes[2 * rank : 2 * rank + 2].sum())
-    with interpreted():
-      alone = grouped_matmul_sum(
-        [x[part] for x in rows],
-        [x[mine] for x in homes],
-        [x[mine] for x in replicas],
-        sizes[2 * rank : 2 * rank + 2],
-        transpose_rhs=True,
-      )
-      alone = np.asarray(jax.block_until_ready(alone), np.float32)
-    np.testing.assert_array_equal(np.asarray(out[part], np.float32)[:used], alone[:used])
+    sizes_P = sizes[2 * rank : 2 * rank + 2]
+    pairs = zip(homes, replicas, strict=True)
+    weights = [np.concatenate([home[mine], replica[mine]]).mT for home, replica in pairs]
+    wide = [np.concatenate([x[part] for x in rows], axis=1), np.concatenate(weights, axis=1)]
+    np.testing.assert_array_equal(out[part][: sum(sizes_P)], products(*wide, sizes_P))
 
 
 # Of few rows tiles are not even.

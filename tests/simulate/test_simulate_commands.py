@@ -108,8 +108,8 @@ def test_simulate_refuses_other_files(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_paper_repeats_the_evaluation(tmp_path, monkeypatch, capsys):
-  """What the evaluation has to show, with half the steps of ``--quick``."""
-  few = paper.QUICK._replace(steps=20)
+  """What the evaluation has to show, with a quarter of the steps of ``--quick``."""
+  few = paper.QUICK._replace(steps=10)
   for module in (paper, paper_command):
     monkeypatch.setattr(module, "QUICK", few)
   assert cli.main(["paper", "--quick", "--out", str(tmp_path)]) == 0
@@ -134,7 +134,7 @@ def test_paper_repeats_the_evaluation(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_sweep_to_2560_ranks_is_quick():
   start = time.perf_counter()
-  points = scaling.sweep((64, 2560), microbatches=12, strategies=("none", "quota"))
+  points = scaling.sweep((64, 2560), microbatches=6, strategies=("none", "quota"))
   assert time.perf_counter() - start < 75
   by_name = {(p.ranks, p.strategy): p for p in points}
   for ranks in (64, 2560):
