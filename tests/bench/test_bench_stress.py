@@ -209,8 +209,8 @@ def test_kernels_lower_for_gpus(name, ranks):
 def test_layers_lower_for_gpus(what, data, domain_size):
   """At full size, no operation of the layer is left to the portable implementation.
 
-  ``train`` is lowered for GPUs, with room: it has scans of layers and their gradients, on two
-  groups. Further rounds have kernels of the same kinds.
+  ``train`` is lowered for GPUs, of few tokens and with room: it has scans of layers and their
+  gradients, on two groups. Further rounds have kernels of the same kinds.
   """
   layer = stress_layer.Problem.make(jax.devices()[:4], data, 1, 0, domain_size)
   layer = layer._replace(room=what in ("scan", "layer with room", "train"))
@@ -225,6 +225,7 @@ def test_layers_lower_for_gpus(what, data, domain_size):
       layer.weights(jnp.bfloat16, 2), batch
     )
   else:
+    layer = layer._replace(tokens=64)
     traced = stress_layer.update_step(layer, "mosaic_gpu").trace(
       layer.weights(jnp.float32, 2), layer.batch(2, 2)
     )
