@@ -221,7 +221,7 @@ def test_a_problem_beside_a_transfer_has_room_for_it_and_lowers(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward down beside", "gated beside", "gated only beside"])
 def test_what_is_multiplied_by_copies_is_the_same(name, monkeypatch, interpreting):
-  """Interpreted: the copies are complete when they are read."""
+  """Interpreted. That rows wait for their copies is tested in ``test_kernel_beside``."""
   monkeypatch.setattr(by_copies, "COPYING", TransferTuning(1, 3, 1024))
   monkeypatch.setattr(support, "num_sms", lambda: 1)  # of the peer, too
   problem = matmul_problems.Problem(name, "small", 256, 128, 64, home=3, replica=2)
