@@ -10,6 +10,8 @@ import os
 import pathlib
 import platform
 import re
+from typing import Any
+from unittest import mock
 
 MAX_BYTES = 1 << 30
 
@@ -32,6 +34,19 @@ def settings() -> dict[str, str]:
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
+
+
+def keep_in_every_process() -> None:
+  """Also in those of a distributed program other than the first one, which JAX leaves out."""
+  from jax._src import compiler, distributed  # not before the environment is set
+
+  write = compiler._cache_write
+
+  def write_as_first(*args: Any) -> None:
+    with mock.patch.object(distributed.global_state, "process_id", 0):
+      write(*args)
+
+  compiler._cache_write = write_as_first
 
 
 def trim(path: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
