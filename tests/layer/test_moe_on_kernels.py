@@ -22,7 +22,16 @@ from layer_problems import (
 )
 from model_layers import gradients, in_form, model_arguments
 from mosaic_interpret import interpreted
-from programs import EXCHANGE, LAYER, PLANNING, equations, kernel_names, kernels
+from programs import (
+  EXCHANGE,
+  FORWARD,
+  LAYER,
+  PLANNING,
+  equations,
+  exchanges_rows,
+  kernel_names,
+  kernels,
+)
 from wire_rounding import on_rounded_tokens
 
 import pallas_kernels
@@ -106,20 +115,10 @@ def two_layers():
     return gradients(apply).trace(*model_arguments("deepseek-v3", mesh))
 
 
-def test_several_rounds_lower_for_gpus(two_layers):
-  """Forward and backward of layers on four GPUs hold kernels only, in all rounds."""
-  assert_lowers(two_layers, dispatch_dtype=None)
-
-
-def assert_lowers(traced, dispatch_dtype, biases=()):
-  text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  names = [kernel.params["name"] for kernel in kernels(traced.jaxpr)]
-  # Forward needs copies of biases before its first tile; all others ride.
-  copied = {"replicate"} if biases else set()
-  assert set(names) == LAYER | PLANNING | copied
-  assert names.count("replicate") == len(copied)
-  assert "all_to_all" not in text and "collective_permute" not in text
-  assert ("f8E4M3FN" in text) == (dispatch_dtype is not None)
+def test_several_rounds_of_several_layers_hold_kernels_only(two_layers):
+  """On four GPUs, forward and backward."""
+  assert kernel_names(two_layers.jaxpr) == LAYER | PLANNING
+  assert not exchanges_rows(two_layers.jaxpr)
 
 
 # Buffers for all rows of all four ranks: one round, whatever the loads.
@@ -127,17 +126,17 @@ ONE_ROUND = dataclasses.replace(CONFIG, capacity_factor=4.0)
 
 
 @pytest.mark.parametrize(
-  "name, data, form, dispatch_dtype",
+  "name, data, form, changes",
   [
-    ("qwen3-235b", 2, {"layout": "fused", "biases": BIASES}, None),
-    ("gpt-oss-120b", 1, GPT_OSS, "float8_e4m3fn"),
-    ("one token", 2, {"layout": "ungated", "biases": BIASES}, None),
+    ("deepseek-v3", 2, {"layout": "fused", "biases": BIASES}, {"capacity_factor": 1.25}),
+    ("gpt-oss-120b", 1, GPT_OSS, {"dispatch_dtype": "float8_e4m3fn"}),
+    ("one token", 2, {"layout": "ungated", "biases": BIASES}, {}),
   ],
-  ids=lambda value: value["layout"] if isinstance(value, dict) else None,
+  ids=["several rounds of fused", "interleaved in fp8", "ungated, one token"],
 )
-def test_lowers_for_gpus(name, data, form, dispatch_dtype):
-  """In every other form; one GPU lowers biases of projections that are apart."""
-  config = dataclasses.replace(ONE_ROUND, dispatch_dtype=dispatch_dtype)
+def test_lowers_for_gpus(name, data, form, changes):
+  """The kernels of projections that are apart have lowerings of their own, as do their copies."""
+  config = dataclasses.replace(ONE_ROUND, **changes)
   ungated = form["layout"] == "ungated"
   activation = activations.squared_relu if ungated else jax.nn.silu
   activation = activations.clamped_swiglu() if form is GPT_OSS else activation
@@ -146,28 +145,13 @@ def test_lowers_for_gpus(name, data, form, dispatch_dtype):
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config, activation=activation)
     traced = gradients(apply).trace(x, index, gate, in_form(weights, **form))
-  assert_lowers(traced, dispatch_dtype, form["biases"])
-
-
-def test_copies_are_sent_by_the_rows_of_their_ranks(monkeypatch):
-  """What order they go in shows in no result."""
-  seen = []
-  replication = pallas_kernels.replication
-
-  def recorded(arrays, replica_expert_GS, *args, **kwargs):
-    if replica_expert_GS.shape[1]:
-      seen.append(kwargs["home_rows_G"])
-    return replication(arrays, replica_expert_GS, *args, **kwargs)
-
-  monkeypatch.setattr(pallas_kernels, "replication", recorded)
-  mesh = make_mesh(4)
-  with jax.set_mesh(mesh):
-    # Slots that no other test has, so that nothing is traced already.
-    config = dataclasses.replace(ONE_ROUND, replica_slots=5)
-    apply = functools.partial(uep.sharded_moe, config=config)
-    gradients(apply).trace(*model_arguments("qwen3-235b", mesh))
-  assert len(seen) >= 2  # also backward
-  assert {(rows.shape, rows.dtype) for rows in seen} == {((4,), jnp.dtype(jnp.int32))}
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  names = [kernel.params["name"] for kernel in kernels(traced.jaxpr)]
+  # Forward needs copies of biases before its first tile; all others ride.
+  assert set(names) == LAYER | PLANNING | {"replicate"}
+  assert names.count("replicate") == 1
+  assert "all_to_all" not in text and "collective_permute" not in text
+  assert ("f8E4M3FN" in text) == (config.dispatch_dtype is not None)
 
 
 def test_kernels_convert_no_booleans(two_layers):
@@ -204,12 +188,36 @@ def test_equal_kernels_are_compiled_once(two_layers):
   assert len(distinct) <= len(calls) // 2
 
 
-def test_copies_have_no_kernel_of_their_own():
-  """They ride in the matmuls', and so do gradients; ``jax.checkpoint`` runs one of them again."""
-  apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=ONE_ROUND))
+@pytest.fixture(scope="module")
+def remade():
+  """Gradients of a layer whose forward pass runs again, and the rows that its copies know of."""
+  seen, replication = [], pallas_kernels.replication
+
+  def recorded(arrays, replica_expert_GS, *args, **kwargs):
+    if replica_expert_GS.shape[1]:
+      seen.append(kwargs["home_rows_G"])
+    return replication(arrays, replica_expert_GS, *args, **kwargs)
+
   mesh = make_mesh(4)
-  with jax.set_mesh(mesh):
+  # Slots that no other test has, so that nothing is traced already.
+  config = dataclasses.replace(ONE_ROUND, replica_slots=5)
+  apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=config))
+  with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(pallas_kernels, "replication", recorded)
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
+  return jaxpr, seen
+
+
+def test_copies_are_sent_by_the_rows_of_their_ranks(remade):
+  """What order they go in shows in no result."""
+  _, seen = remade
+  assert len(seen) >= 2  # also backward
+  assert {(rows.shape, rows.dtype) for rows in seen} == {((4,), jnp.dtype(jnp.int32))}
+
+
+def test_copies_have_no_kernel_of_their_own(remade):
+  """They ride in the matmuls', and so do gradients; ``jax.checkpoint`` runs one of them again."""
+  jaxpr, _ = remade
   assert kernel_names(jaxpr) == LAYER | PLANNING
   matmuls = [kernel for kernel in kernels(jaxpr) if kernel.params["name"] in RIDDEN]
   assert all(map(reaches_others, matmuls))
@@ -300,7 +308,7 @@ def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
     assert "all_to_all" in str(jaxpr) and "ppermute" in str(jaxpr)
     one_node = dataclasses.replace(config, node_size=4)
     apply = functools.partial(uep.sharded_moe, config=one_node)
-    assert kernel_names(traced_for_gpus(gradients(apply), *arguments)) == LAYER | PLANNING
+    assert kernel_names(traced_for_gpus(apply, *arguments)) == FORWARD | PLANNING
 
 
 @pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])
