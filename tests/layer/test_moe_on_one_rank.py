@@ -26,10 +26,9 @@ import ultraep_jax as uep
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", implementation="mosaic_gpu")
 CASES = {
   "default": {},
-  "two groups": {},
   "two groups in fp8": {"dispatch_dtype": "float8_e4m3fn"},
   "no slots": {"replica_slots": 0},
-  "batch invariant": {"batch_invariant": True},
+  "two groups, batch invariant": {"batch_invariant": True},
   **{name: {"strategy": name} for name in ("none", "ideal", "exact", "eplb+")},
 }
 
@@ -61,9 +60,8 @@ def parts(program):
   ("case", "available"),
   [
     ("default", False),
-    ("two groups", True),
-    ("two groups in fp8", False),
-    ("batch invariant", True),
+    ("two groups in fp8", True),
+    ("two groups, batch invariant", True),
   ],
   ids=lambda value: {False: "without NVSHMEM", True: "with NVSHMEM"}.get(value, value),
 )
