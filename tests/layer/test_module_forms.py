@@ -1,5 +1,7 @@
 """The modules' forms of experts, against what its parameters say."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +44,8 @@ def weights_of(params, layout, prefix=""):
   return uep.ExpertWeights.fused(**own, interleaved=layout == "interleaved")
 
 
-def expected(params, x, layout="apart", activation=jax.nn.silu, **_):
+@functools.partial(jax.jit, static_argnames=("layout", "activation"))
+def dense(params, x, layout, activation=jax.nn.silu):
   """The dense layer with its parameters spread by hand."""
   index, weight, _ = gate(jnp.matmul(x, params["router"], precision="highest"), GATING)
   narrow = x @ params["latent_down"] if "latent_down" in params else x
@@ -76,6 +79,7 @@ def test_equals_the_dense_form(form, flax):
       params = meta.unbox(jax.jit(model.init)(jax.random.key(0), x)["params"])
       params = jax.tree.map(lambda leaf: leaf + 0.1, params)
       y = jax.jit(lambda params, x: model.apply({"params": params}, x)[0])(params, x)
-  want = expected(jax.device_get(params), x, **options)
+  given = {name: options[name] for name in ("layout", "activation") if name in options}
+  want = dense(jax.device_get(params), x, **given)
   assert np.abs(want).max() > 0.01
   np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)

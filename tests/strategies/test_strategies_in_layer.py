@@ -36,9 +36,21 @@ def inputs(seed=0):
   return load_GE, (x, index, gate, weights)
 
 
+@jax.jit
 def history(load_GE):
   state = eplb.init(EXPERTS, RANKS, CONFIG)
-  return eplb.update(state, jnp.asarray(load_GE.sum(axis=0)), CONFIG, period=1)
+  return eplb.update(state, load_GE.sum(axis=0, dtype=jnp.int32), CONFIG, period=1)
+
+
+@jax.jit
+def dense(x, gate, weights, index):
+  """Gradients, and the output."""
+
+  def loss(x, gate, weights):
+    y = dense_moe(x, index, gate, weights)
+    return jnp.sum(jnp.sin(y)), y
+
+  return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights)
 
 
 def close(got, expected):
@@ -79,14 +91,13 @@ def test_equals_dense_and_runs_the_plan(name, kind):
     sharding = NamedSharding(mesh, P("expert"))
     grads, (y, stats) = run(state, *jax.device_put((x, gate, weights), sharding))
 
-  def dense_loss(x, gate, weights):
-    y = dense_moe(x, index, gate, weights)
-    return jnp.sum(jnp.sin(y)), y
+  close((grads, y), dense(x, gate, weights, index))
 
-  expected, expected_y = jax.grad(dense_loss, argnums=(0, 1, 2), has_aux=True)(x, gate, weights)
-  close((grads, y), (expected, expected_y))
+  @jax.jit
+  def plan_of(state, load_GE):
+    return strategies.resolve(strategy(state)).plan(load_GE, CONFIG, None)
 
-  plan = strategies.resolve(strategy(state)).plan(jnp.asarray(load_GE), CONFIG, None)
+  plan = plan_of(state, jnp.asarray(load_GE))
   np.testing.assert_array_equal(stats.load_after_G[0], plan.quota.sum(axis=0))
   assert int(stats.replicas[0]) == int((plan.replica_expert >= 0).sum()) > 0
 
@@ -130,5 +141,5 @@ def test_inside_the_users_shard_map():
     return uep.moe(x, index, gate, weights, config=config)
 
   y, stats = run(state, x, index, gate, weights)
-  close(y, dense_moe(x, index, gate, weights))
+  close(y, dense(x, gate, weights, index)[1])
   assert int(stats.replicas) > 0
