@@ -17,7 +17,7 @@ from ultraep_jax.trace import Recorder, read_choices
 CASES = {
   "mixtral": ("4", "quota"),
   "olmoe": ("8", "quota"),
-  "dots1": ("2", "none"),
+  "dots1": ("8", "quota"),
   "ernie4_5_moe": ("4", "quota"),
   "minimax_m2": ("1", "none"),
   "qwen2_moe": ("2", "quota"),
@@ -25,16 +25,14 @@ CASES = {
   "glm4_moe": ("2x4", "quota"),
   "deepseek_v3": ("8", "quota"),
   "deepseek_v3_fp8": ("2x4 auto", "quota"),
-  "kimi_k2": ("1", "quota"),
+  "kimi_k2": ("2x4", "quota"),
   "qwen3_next": ("2", "quota"),
   "gpt_oss": ("4", "quota"),
 }
-# Those that run above on one rank, without copies or on an Auto mesh, and the one with states.
+# Those that run above on one rank or on an Auto mesh, and the one with states.
 OTHERS = {
-  "dots1": ("8", "quota"),
   "minimax_m2": ("8", "quota"),
-  "deepseek_v3_fp8": ("1", "none"),
-  "kimi_k2": ("2x4", "quota"),
+  "deepseek_v3_fp8": ("1", "quota"),
   "qwen3_next": ("8", "quota"),
 }
 # What the engine sees of a family: its stacks, caches and states, on one rank, several and groups.
