@@ -57,8 +57,7 @@ class Browser:
   def open(self, address: str) -> None:
     self.driver.get(address)
 
-  def show(self, path: pathlib.Path, page: str) -> None:
-    path.write_text(page, encoding="utf-8")
+  def show(self, path: pathlib.Path) -> None:
     self.open(path.as_uri())
     self.wait("return document.body.dataset.ready === 'true'")
 
@@ -81,14 +80,26 @@ class Browser:
     return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
+def write(folder: pathlib.Path, runs: list[trace.Trace]) -> pathlib.Path:
+  path = folder / "page.html"
+  path.write_text(render(runs), encoding="utf-8")
+  return path
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   return trace.read(traces.write(tmp_path_factory.mktemp("runs") / "first run", steps=8))
 
 
+@pytest.fixture(scope="module")
+def written(run, tmp_path_factory):
+  """One file for all tests: the browser opens a page that it knows in a third of the time."""
+  return write(tmp_path_factory.mktemp("page"), [run])
+
+
 @pytest.fixture
-def page(browser, run, tmp_path):
-  browser.show(tmp_path / "page.html", render([run]))
+def page(browser, written):
+  browser.show(written)
   return browser
 
 
@@ -237,7 +248,7 @@ def test_light_and_dark(page):
 
 def test_compares_two_runs(browser, run, tmp_path):
   other = trace.read(traces.write(tmp_path / "second run", steps=4, ratio=1.4))
-  browser.show(tmp_path / "page.html", render([run, other]))
+  browser.show(write(tmp_path, [run, other]))
   assert browser.ask("document.getElementById('comparison').checkVisibility()")
   table = browser.text("runs")
   assert "first run" in table and "second run" in table and "(−" in table
@@ -257,7 +268,7 @@ def test_one_record_and_no_copies(browser, tmp_path):
   config = BalanceConfig(replica_slots=0, objective="balance")
   with trace.Recorder(tmp_path / "run") as recorder:
     recorder.record(5, traces.stats_of(traces.loads(0), config), axes=())
-  browser.show(tmp_path / "page.html", render([trace.read(tmp_path / "run")]))
+  browser.show(write(tmp_path, [trace.read(tmp_path / "run")]))
   assert "No copy was made." in browser.text("story") and browser.text("position") == "1 of 1"
   assert not browser.errors()
 
@@ -266,7 +277,7 @@ def test_names_are_text(browser, tmp_path):
   with trace.Recorder(tmp_path / "run", name=HOSTILE, metadata={"note": HOSTILE}) as recorder:
     recorder.record(0, {HOSTILE: traces.stats_of(traces.loads(0))}, axes=())
   run = trace.read(tmp_path / "run")
-  browser.show(tmp_path / "page.html", render([run, run]))
+  browser.show(write(tmp_path, [run, run]))
   assert browser.text("title") == HOSTILE and HOSTILE in browser.text("story")
   assert browser.ask("window.pwned === undefined")
   assert browser.ask("document.querySelectorAll('main img, main b b, .gtitle b').length") == 0
