@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import kept_programs
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +25,7 @@ def main() -> None:
     jax.distributed.initialize(
       f"localhost:{port}", int(processes), int(process), heartbeat_timeout_seconds=10
     )
+    kept_programs.keep_in_every_process()
   run(pathlib.Path(out), int(steps))
 
 
