@@ -1,15 +1,12 @@
 """Grouped matmul in plain JAX, right on every backend: a loop over tiles of rows.
 
 One matmul per tile, each by the weights of its slot; measured, it beats what XLA makes of
-``lax.ragged_dot`` on GPUs and CPUs. Each is jitted, so that a layer traces it once for all matmuls
-of the same shapes.
+``lax.ragged_dot`` on GPUs and CPUs.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,7 +14,6 @@ from ultraep_jax.mesh import to_varying, varying_axes
 from ultraep_jax.types import Array
 
 
-@functools.partial(jax.jit, static_argnames="transpose_rhs")
 def matmul(
   rows_CK: Array,
   home_MKN: Array,
@@ -62,7 +58,6 @@ def matmul(
   return out_CN
 
 
-@functools.partial(jax.jit, static_argnames="num_home")
 def wgrad(
   rows_CK: Array,
   grad_CN: Array,

@@ -4,11 +4,10 @@ A token crosses to each rank that computes any of its assignments once, and fans
 rows there; its rows' sum comes back once. Ranks exchange equal blocks of tokens with
 ``all_to_all``, the fastest collective that JAX has for it; a rank with more tokens for some
 peer than a block holds takes further steps, so nothing is dropped and no buffer is sized for
-the worst case. What a layer calls several times is jitted, and traced once.
+the worst case.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -61,7 +60,6 @@ class BlockCrossing:
   row_AK: Array
   steps: Array | None
 
-  @functools.partial(jax.jit, static_argnames="dtype")
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds are zero."""
@@ -80,7 +78,6 @@ class BlockCrossing:
 
     return _steps(self, step, jnp.zeros((self.capacity, packed[0].shape[1]), dtype))
 
-  @jax.jit
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""
@@ -100,7 +97,6 @@ class BlockCrossing:
     zero_TD = jnp.zeros((self.dest_TK.shape[0], rows_CD.shape[1]), jnp.float32)
     return _steps(self, step, zero_TD).astype(rows_CD.dtype)
 
-  @jax.jit
   @jax.named_scope("uep.dispatch")
   def spread(self, value_TK: Array) -> Array:
     """Rows that no token feeds are zero."""
@@ -113,7 +109,6 @@ class BlockCrossing:
 
     return _steps(self, step, jnp.zeros(self.capacity, value_TK.dtype))
 
-  @jax.jit
   @jax.named_scope("uep.combine")
   def collect(self, value_C: Array) -> Array:
     """The adjoint of ``spread``."""
@@ -127,7 +122,6 @@ class BlockCrossing:
     return _steps(self, step, jnp.zeros(self.dest_TK.shape, value_C.dtype))
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "axis_name"))
 @jax.named_scope("uep.dispatch")
 def cross(
   routes: Routes, round_index: Array | int, capacity: int, axis_name: AxisName
