@@ -12,8 +12,7 @@ from ultraep_jax.checks import arguments_of, check_layer, check_plan
 from ultraep_jax.compute import rounds
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
-from ultraep_jax.planning import capacity as buffers
-from ultraep_jax.planning import load, route, sizes
+from ultraep_jax.planning import capacity, load, route, sizes
 from ultraep_jax.planning.cost import copy_bytes
 from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
 
@@ -121,7 +120,7 @@ def measured_moe(
   mesh, given = jax.sharding.get_abstract_mesh(), config
   config = nodes.settle(config, mesh, axis_name)
   num_tokens, top_k = expert_index_TK.shape
-  config, capacity, transient_capacity, cost, plans, one_round = sizes.settle(
+  settled = sizes.settle(
     config,
     tokens=num_tokens,
     top_k=top_k,
@@ -129,11 +128,12 @@ def measured_moe(
     dtype=x_TD.dtype,
     weights=weights,
   )
+  config, plans = settled.config, settled.plans
   with jax.named_scope("uep.load"):
     load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
     load_GE = nodes.confirm(load_GE, given, mesh, axis_name)
   with jax.named_scope("uep.plan"):
-    weighed = cost.weighed(x_TD, gate_TK, weights)
+    weighed = settled.cost.weighed(x_TD, gate_TK, weights)
     plan = (strategy if plans else strategies.none).plan(load_GE, config, weighed)
   check_plan(plan, num_experts, num_ranks)
   if not plan.replica_expert.shape[1]:
@@ -142,9 +142,9 @@ def measured_moe(
     plan = plan._replace(replica_expert=none_GS, parent=none_GS)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   num_rounds = None
-  if not one_round:
+  if not settled.one_round:
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
-    num_rounds = mesh_max(buffers.num_rounds(plan, capacity), same_along=axis_name)
+    num_rounds = mesh_max(capacity.num_rounds(plan, settled.capacity), same_along=axis_name)
 
   copies = bool(plan.replica_expert.shape[1])
   routing = rounds.Routing(
@@ -161,8 +161,8 @@ def measured_moe(
   )
   static = rounds.Static(
     axis_name,
-    capacity,
-    transient_capacity,
+    settled.capacity,
+    settled.transient_capacity,
     config.domain_of(num_ranks),
     nodes.ranks(given, mesh, axis_name),
     activation,

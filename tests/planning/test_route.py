@@ -12,7 +12,7 @@ from programs import equations
 
 import ultraep_jax as uep
 from ultraep_jax import testing
-from ultraep_jax.planning import load, route
+from ultraep_jax.planning import capacity, load, route
 
 CONFIG = uep.BalanceConfig(objective="balance", capacity_factor=1.0)
 
@@ -112,6 +112,19 @@ def test_local_tokens_stay():
   load_GE = jnp.zeros((4, 4), jnp.int32).at[:, 0].set(8)
   routes = route_all(jnp.asarray(index_GTK), load_GE, plan)
   np.testing.assert_array_equal(routes.dest_TK[:, :, 0], np.arange(4)[:, None].repeat(8, 1))
+
+
+@pytest.mark.parametrize(("factor", "rounds"), [(1.0, 4), (2.0, 2), (3.0, 2), (4.0, 1)])
+def test_rounds_cover_the_busiest_rank(factor, rounds):
+  config = uep.BalanceConfig(capacity_factor=factor, strategy="none")
+  index_GTK = jnp.zeros((4, 8, 1), jnp.int32)
+  load_GE = jnp.zeros((4, 4), jnp.int32).at[:, 0].set(8)
+  quota = jnp.zeros((4, 4), jnp.int32).at[0, 0].set(32)
+  empty = jnp.zeros((4, 0), jnp.int32)
+  plan = uep.Plan(empty, quota, empty)
+  rows = capacity.row_capacity(8, 1, 4, config)
+  assert int(capacity.num_rounds(plan, rows)) == rounds
+  assert int(jnp.max(route_all(index_GTK, load_GE, plan, config).row_TK)) // rows == rounds - 1
 
 
 def test_memory_grows_with_experts_times_ranks_only():

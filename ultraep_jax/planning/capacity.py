@@ -36,9 +36,7 @@ def row_capacity(
     tokens: T, of a rank.
     top_k: K.
     num_ranks: G.
-    config: ``capacity_factor`` counts. ``"auto"`` is 1.25 for large batches. It is up to 2 as far
-      as a rank's tokens take 128 MiB then, or 512 MiB where they are not kept. Buffers hold all
-      assignments where these take 64 MiB.
+    config: ``capacity_factor`` counts; the constants above say what ``"auto"`` is.
     token_bytes: of one token, by which small batches are told; ``None``: none is small.
     kept: for gradients.
 
