@@ -66,7 +66,7 @@ def test_summary_names_the_worst_cells():
 
 
 def test_a_run_measures_its_cells_and_writes_them(tmp_path, capsys):
-  flags = "--shapes mixtral-8x7b --scale 128 --ranks 2 --tokens 8 --passes forward"
+  flags = "--shapes mixtral-8x7b --scale 128 --ranks 2 --tokens 8 --passes train"
   flags += " --ratios max --loads flat"
   path = tmp_path / "rows.json"
   assert command.main([*flags.split(), "--repeats", "1", "--json", str(path)]) == 0

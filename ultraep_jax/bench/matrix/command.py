@@ -2,7 +2,7 @@
 
 Run on every GPU of a host: ``ultraep bench matrix``. *Regret* is the time balanced
 by default settings over the best of not balanced, which may have the default buffer and run
-rounds, or a buffer for the worst case. All run in one program and in turn. ``ideal`` makes loads
+rounds, or a buffer for the worst case. All run in one process and in turn. ``ideal`` makes loads
 equal and is wrong; the bound is what no plan can go below; the floor comes from FLOPs, bytes and
 launches.
 
@@ -18,7 +18,6 @@ import json
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from concurrent import futures
 from typing import Any, get_args
 
 import jax
@@ -43,18 +42,20 @@ from ultraep_jax.bench.matrix.cells import (
 )
 from ultraep_jax.bench.matrix.floor import floor
 from ultraep_jax.bench.matrix.loads import choices, imbalance, load_matrix
+from ultraep_jax.bench.matrix.programs import (
+  BALANCED,
+  STEPS,
+  UNBALANCED,
+  compile_group,
+  described,
+  shape_of,
+)
 from ultraep_jax.bench.matrix.rates import rates_here
-from ultraep_jax.config import BalanceConfig, Implementation
+from ultraep_jax.config import Implementation
 from ultraep_jax.files import check_output, write_text
-from ultraep_jax.moe import moe
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import factor, nonnegative, positive
-from ultraep_jax.types import Array, ExpertWeights
-
-BALANCED = "balanced"
-UNBALANCED = ("none", "none, worst-case buffer")
-SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS))
-_STEPS = 2  # loads of a cell, which calls cycle through
+from ultraep_jax.types import Array
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     try:
       rows += measure_group(mesh, group, cells, args)
     except Exception as error:  # memory, say; the others are worth having
-      print(f"{group}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+      print(f"{group}: {described(error)}", flush=True)
     if args.json and jax.process_index() == 0:
       results = {"jax": jax.__version__, "device": f"{mesh.size} x {found[0].device_kind}"}
       write_text(args.json, json.dumps(results | {"rows": rows}, indent=1))
@@ -121,90 +122,33 @@ def run(args: argparse.Namespace) -> int:
   return 0 if rows else 1
 
 
-def variants(ranks: int, implementation: Any) -> dict[str, BalanceConfig]:
-  """The default settings, and what they compete with."""
-  make = functools.partial(BalanceConfig, implementation=implementation)
-  return {
-    BALANCED: make(),
-    UNBALANCED[0]: make(strategy="none"),
-    UNBALANCED[1]: make(strategy="none", capacity_factor=float(ranks)),
-    "ideal": make(strategy="ideal"),
-  }
-
-
 def measure_group(
   mesh: jax.sharding.Mesh, group: Group, cells: Sequence[Cell], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-  """Compiles the variants once and times each cell's loads."""
-  shape = SHAPES[group.shape]
-  shape = shape._replace(width=shape.width // args.scale, inner=shape.inner // args.scale)
+  """Compiles the contenders once and times each cell's loads."""
+  programs = compile_group(mesh, group, args.implementation, args.scale)
+  shape = shape_of(group, args.scale)
   sizes = argparse.Namespace(experts=shape.experts, tokens=group.tokens)
   arrays = Arrays.make(mesh, shape, sizes)
-  calls = 8 if group.tokens >= 2048 else 32
-  index = {cell: _index(mesh, cell, shape) for cell in cells}
-  arguments = (arrays.x, next(iter(index.values())), arrays.gate, arrays.weights)
-  lowered = {}
-  for name, config in variants(mesh.size, args.implementation).items():
-    with timing.quiet():
-      chained = timing.chain(_one_call(config, group.direction), calls)
-      lowered[name] = _on_mesh(mesh, lambda *a, f=chained: f(*a)[None], P(AXIS)).lower(*arguments)
-  scalars = _on_mesh(mesh, _scalars(variants(mesh.size, args.implementation)[BALANCED]), P())
-  with futures.ThreadPoolExecutor() as pool:
-    compiled = dict(zip(lowered, pool.map(_try_compile, lowered.values()), strict=True))
   rows = []
   for cell in cells:
-    arguments = (arrays.x, index[cell], arrays.gate, arrays.weights)
-    runs = {n: functools.partial(c, *arguments) for n, c in compiled.items() if callable(c)}
-    seconds = timing.in_turn(runs, args.repeats, calls)
-    stats = [jax.device_get(scalars(*_of_step(arguments, step))) for step in range(_STEPS)]
+    index = _index(mesh, cell, shape)
+    arguments = (arrays.x, index, arrays.gate, arrays.weights)
+    runs = {n: functools.partial(c, *arguments) for n, c in programs.variants.items()}
+    seconds = timing.in_turn(runs, args.repeats, programs.calls)
+    stats = [jax.device_get(programs.scalars(*_of_step(arguments, n))) for n in range(STEPS)]
     times = {name: timing.median(values) for name, values in seconds.items()}
-    rows.append(_row(mesh.size, cell, shape, times, np.asarray(index[cell]), stats))
+    rows.append(_row(mesh.size, cell, shape, times, np.asarray(index), stats))
   print(report.cells_table(rows), flush=True)
   return rows
-
-
-def _try_compile(lowered: Any) -> Any:
-  try:
-    return lowered.compile()
-  except Exception as error:
-    print(f"{type(error).__name__}: {str(error)[:300]}", flush=True)
-    return None
 
 
 def _index(mesh: jax.sharding.Mesh, cell: Cell, shape: Shape) -> Array:
   steps = [
     choices(seed, cell.loads, cell.ratio, shape.experts, mesh.size, cell.group.tokens, shape.top_k)
-    for seed in range(_STEPS)
+    for seed in range(STEPS)
   ]
   return processes.put(np.stack(steps), NamedSharding(mesh, P(None, AXIS)))
-
-
-def _on_mesh(mesh: jax.sharding.Mesh, function: Any, out_specs: Any) -> Any:
-  return jax.jit(
-    jax.shard_map(function, mesh=mesh, in_specs=SPECS, out_specs=out_specs, check_vma=False)
-  )
-
-
-def _one_call(config: BalanceConfig, direction: str) -> Any:
-  """``(i, x, index, gate, weights) -> results`` of the i-th call."""
-
-  def call(i: Array, x: Array, index: Array, gate: Array, weights: ExpertWeights) -> Any:
-    def layer(x: Array, gate: Array, weights: ExpertWeights) -> Array:
-      return moe(x, index[i % len(index)], gate, weights, config=config, axis_name=AXIS)[0]
-
-    if direction == "forward":
-      return layer(x, gate, weights)
-    y, vjp = jax.vjp(layer, x, gate, weights)
-    return y, vjp(y)
-
-  return call
-
-
-def _scalars(config: BalanceConfig) -> Any:
-  def on_rank(x: Array, index: Array, gate: Array, weights: ExpertWeights) -> Any:
-    return moe(x, index[0], gate, weights, config=config, axis_name=AXIS)[1].scalars()
-
-  return on_rank
 
 
 def _of_step(arguments: tuple[Any, ...], step: int) -> tuple[Any, ...]:

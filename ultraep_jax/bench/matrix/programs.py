@@ -1,0 +1,164 @@
+"""The programs of a group of cells: the contenders, and what tells of their plans."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax.bench import timing
+from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Shape
+from ultraep_jax.bench.matrix.cells import Group
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.moe import moe
+from ultraep_jax.types import Array, ExpertWeights, LayerStats
+
+BALANCED = "balanced"
+UNBALANCED = ("none", "none, worst-case buffer")
+STEPS = 2  # loads of a cell, which calls cycle through
+_SCALARS = "scalars"
+_SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS))
+
+Compiled = Callable[..., Any]
+
+
+class Programs(NamedTuple):
+  """What a group's cells run.
+
+  Attributes:
+    variants: by name, ``calls`` calls of a layer, one after another.
+    scalars: of the balanced layer, for the first load of its argument.
+    calls: of each variant.
+  """
+
+  variants: Mapping[str, Compiled]
+  scalars: Compiled
+  calls: int
+
+
+def shape_of(group: Group, scale: int) -> Shape:
+  """The group's model, its widths divided by ``scale``."""
+  shape = SHAPES[group.shape]
+  return shape._replace(width=shape.width // scale, inner=shape.inner // scale)
+
+
+def variants(ranks: int, implementation: Any) -> dict[str, BalanceConfig]:
+  """The default settings, and what they compete with."""
+  make = functools.partial(BalanceConfig, implementation=implementation)
+  return {
+    BALANCED: make(),
+    UNBALANCED[0]: make(strategy="none"),
+    UNBALANCED[1]: make(strategy="none", capacity_factor=float(ranks)),
+    "ideal": make(strategy="ideal"),
+  }
+
+
+def compile_group(
+  mesh: jax.sharding.Mesh, group: Group, implementation: Any, scale: int
+) -> Programs:
+  """Compiles the group's programs side by side, as far as XLA does. It takes about 40 s on a GPU.
+
+  A contender that fails, out of memory say, is reported and left out.
+  """
+  with futures.ThreadPoolExecutor() as pool:
+    pending = {
+      name: pool.submit(lowered.compile)
+      for name, lowered in _lowered(mesh, group, implementation, scale)
+    }
+  failed = {name: error for name, each in pending.items() if (error := each.exception())}
+  for name in (BALANCED, _SCALARS):
+    if name in failed:
+      raise failed[name]
+  for name, error in failed.items():
+    print(f"{group}, {name}: {described(error)}", flush=True)
+  compiled = {name: each.result() for name, each in pending.items() if name not in failed}
+  return Programs(compiled, compiled.pop(_SCALARS), _calls(group))
+
+
+def described(error: BaseException) -> str:
+  return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _lowered(
+  mesh: jax.sharding.Mesh, group: Group, implementation: Any, scale: int
+) -> Iterator[tuple[str, Any]]:
+  arguments = _arguments(mesh, group, shape_of(group, scale))
+  configs = variants(mesh.size, implementation)
+  for name, config in configs.items():
+    with timing.quiet():
+      chained = timing.chain(_one_call(config, group.direction), _calls(group))
+      yield name, _on_mesh(mesh, lambda *a, f=chained: f(*a)[None], P(AXIS)).lower(*arguments)
+  x, index, *others = arguments
+  first = jax.ShapeDtypeStruct((1, *index.shape[1:]), index.dtype, sharding=index.sharding)
+  yield (
+    _SCALARS,
+    _on_mesh(mesh, _scalars(configs[BALANCED], group.direction), P()).lower(x, first, *others),
+  )
+
+
+def _calls(group: Group) -> int:
+  return 8 if group.tokens >= 8192 else 16 if group.tokens >= 2048 else 32
+
+
+def _arguments(mesh: jax.sharding.Mesh, group: Group, shape: Shape) -> tuple[Any, ...]:
+  total = mesh.size * group.tokens
+  experts, width, inner, top_k = shape.experts, shape.width, shape.inner, shape.top_k
+
+  def array(spec: P, dtype: Any, *sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+  weight = functools.partial(array, P(AXIS), jnp.bfloat16, experts)
+  up = weight(width, inner)
+  return (
+    array(P(AXIS), jnp.bfloat16, total, width),
+    array(P(None, AXIS), jnp.int32, STEPS, total, top_k),
+    array(P(AXIS), jnp.float32, total, top_k),
+    ExpertWeights(up, up, weight(inner, width)),
+  )
+
+
+def _on_mesh(mesh: jax.sharding.Mesh, function: Any, out_specs: Any) -> Any:
+  return jax.jit(
+    jax.shard_map(function, mesh=mesh, in_specs=_SPECS, out_specs=out_specs, check_vma=False)
+  )
+
+
+def _one_call(config: BalanceConfig, direction: str) -> Any:
+  """``(i, x, index, gate, weights) -> results`` of the i-th call."""
+
+  def call(i: Array, x: Array, index: Array, gate: Array, weights: ExpertWeights) -> Any:
+    return _layer(config, direction, x, index[i % len(index)], gate, weights)[0]
+
+  return call
+
+
+def _scalars(config: BalanceConfig, direction: str) -> Any:
+  """What the layer reports of its plan, which depends on whether gradients are taken."""
+
+  def on_rank(x: Array, index: Array, gate: Array, weights: ExpertWeights) -> Any:
+    return _layer(config, direction, x, index[0], gate, weights)[1].scalars()
+
+  return on_rank
+
+
+def _layer(
+  config: BalanceConfig,
+  direction: str,
+  x: Array,
+  index: Array,
+  gate: Array,
+  weights: ExpertWeights,
+) -> tuple[Any, LayerStats]:
+  """All results of a call, and its statistics."""
+
+  def layer(x: Array, gate: Array, weights: ExpertWeights) -> tuple[Array, LayerStats]:
+    return moe(x, index, gate, weights, config=config, axis_name=AXIS)
+
+  if direction == "forward":
+    return layer(x, gate, weights)
+  y, vjp, stats = jax.vjp(layer, x, gate, weights, has_aux=True)
+  return (y, vjp(y)), stats
