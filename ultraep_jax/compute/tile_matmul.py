@@ -1,12 +1,14 @@
 """Grouped matmul in plain JAX, right on every backend: a loop over tiles of rows.
 
 One matmul per tile, each by the weights of its slot; measured, it beats what XLA makes of
-``lax.ragged_dot`` on GPUs and CPUs.
+``lax.ragged_dot`` on GPUs and CPUs. It is under ``jit``: layers of the same sizes trace it once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,14 +25,27 @@ def matmul(
   bias: tuple[Array, Array] | None = None,
 ) -> Array:
   """As ``grouped.grouped_matmul``; unused rows are zero."""
+  home_bias, replica_bias = bias or (None, None)
+  # jaxlib 0.11.2 crashes where it compiles a call with an empty operand.
+  replica = (replica_SKN, replica_bias) if replica_SKN.shape[0] else None
+  return _matmul(rows_CK, (home_MKN, home_bias), replica, group_size_P, transpose_rhs)
+
+
+@functools.partial(jax.jit, static_argnames="transpose_rhs")
+def _matmul(
+  rows_CK: Array,
+  home: tuple[Array, Array | None],
+  replica: tuple[Array, Array | None] | None,
+  group_size_P: Array,
+  transpose_rhs: bool,
+) -> Array:
   tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
-  axes = varying_axes(rows_CK, home_MKN, replica_SKN, group_size_P, bias)
-  num_home = home_MKN.shape[0]
-  contract = 1 if transpose_rhs else 0
-  out_CN = jnp.zeros((rows_CK.shape[0], home_MKN.shape[2 - contract]), rows_CK.dtype)
+  axes = varying_axes(rows_CK, home, replica, group_size_P)
+  num_home, contract = home[0].shape[0], 1 if transpose_rhs else 0
+  out_CN = jnp.zeros((rows_CK.shape[0], home[0].shape[2 - contract]), rows_CK.dtype)
 
   def multiply(
-    weights: Array, first_slot: int, bias_PN: Array | None
+    weights: Array, bias_PN: Array | None, first_slot: int
   ) -> Callable[[Array, Array], Array]:
     def tile(i: Array, out_CN: Array) -> Array:
       slot, start, mine_B1 = tiles.locate(i)
@@ -50,14 +65,13 @@ def matmul(
 
   out_CN = to_varying(out_CN, axes)
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  home_bias, replica_bias = bias or (None, None)
-  home, replica = multiply(home_MKN, 0, home_bias), multiply(replica_SKN, num_home, replica_bias)
-  out_CN = lax.fori_loop(jnp.int32(0), home_tiles, home, out_CN)
-  if replica_SKN.shape[0]:
-    out_CN = lax.fori_loop(home_tiles, all_tiles, replica, out_CN)
+  out_CN = lax.fori_loop(jnp.int32(0), home_tiles, multiply(*home, 0), out_CN)
+  if replica is not None:
+    out_CN = lax.fori_loop(home_tiles, all_tiles, multiply(*replica, num_home), out_CN)
   return out_CN
 
 
+@functools.partial(jax.jit, static_argnames="num_home")
 def wgrad(
   rows_CK: Array,
   grad_CN: Array,
