@@ -169,6 +169,8 @@ SIZES = {"num_experts": 64, "num_ranks": 4, "assignments": 1000, "capacity": 106
     ({"replica_slots": 0, "strategy": "none"}, {"capacity": 4000}, True),
     ({"strategy": "exact", "min_tokens_per_replica": 9}, {}, True),
     ({"strategy": "eplb+"}, {}, False),
+    ({"strategy": "ideal"}, {"capacity": 1003}, False),
+    ({"strategy": "ideal", "domain_size": 2}, {"capacity": 1004}, True),
     ({"strategy": lambda *args: None}, {}, False),
     ({"min_tokens_per_replica": 2}, {}, False),
     ({"domain_size": 4}, {}, True),

@@ -28,7 +28,8 @@ def always_fits(
   to end at ``ceil(mean)``, which is never above the assignments that a rank brings: by strategy
   ``"quota"`` or ``"exact"`` in one domain, with slots that suffice for every load. ``"quota"`` may
   leave that balance alone for copies of ``min_tokens_per_replica``, and by balance for a
-  ``target``; by time it takes a plan that fits before any other.
+  ``target``; by time it takes a plan that fits before any other. ``"ideal"`` deals assignments out
+  evenly, but for one a source rank where some are masked.
 
   Args:
     config: ``strategy``, ``replica_slots``, ``domain_size``, ``objective``, ``target`` and
@@ -48,6 +49,8 @@ def always_fits(
   """
   if capacity >= num_ranks * assignments:
     return True
+  if config.strategy == "ideal":
+    return capacity >= assignments + num_ranks
   if config.domain_of(num_ranks) != num_ranks or capacity < assignments:
     return False
   if num_slots(config, num_experts, num_ranks) < slots_that_suffice(num_experts, num_ranks):
