@@ -24,11 +24,12 @@ def test_no_factor_gives_more_rows_than_there_are_assignments(factor):
     (16, 4, 4),  # the tokens of all four ranks: 64 MiB
     (17, 2, 2),
     (64, 2, 2),
-    (80, 1.6, 2),
-    (102.4, 1.25, 2),
-    (256, 1.25, 2),
-    (320, 1.25, 1.6),
-    (1024, 1.25, 1.25),
+    (256, 2, 2),
+    (320, 1.6, 2),
+    (409.6, 1.25, 2),
+    (1024, 1.25, 2),
+    (1280, 1.25, 1.6),
+    (2048, 1.25, 1.25),
   ],
 )
 def test_smaller_batches_have_more_room(mebibytes, kept, transient):

@@ -129,9 +129,9 @@ def test_one_round_is_promised_where_every_load_fits(options, promised):
 )
 def test_copies_that_cost_have_more_room_where_no_rows_are_kept(options, more_room):
   config = BalanceConfig(**{"device": H200, "implementation": "portable", **options})
-  found = settled(config, tokens=1 << 20)  # 256 MiB of a rank's tokens
-  assert found.capacity == 1.25 * 2**21
-  assert found.transient_capacity == (2 if more_room else 1.25) * 2**21
+  found = settled(config, tokens=1 << 22)  # 1 GiB of a rank's tokens
+  assert found.capacity == 1.25 * 2**23
+  assert found.transient_capacity == (2 if more_room else 1.25) * 2**23
   training = found.cost.training or found.cost.plan
   assert training.capacity_rows == found.capacity
   assert found.cost.plan.capacity_rows == found.transient_capacity

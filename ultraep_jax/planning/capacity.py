@@ -16,7 +16,7 @@ _TIGHT, _AMPLE = 1.25, 2  # rows over the mean
 # Bytes of tokens, by ``capacity_factor="auto"``. The rows that a layer keeps for its gradients stay
 # until the backward pass, those of a layer without gradients until its end.
 _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
-_KEPT_BYTES, _TRANSIENT_BYTES = 128 << 20, 512 << 20  # of a rank: ``_AMPLE`` up to these
+_KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30  # of a rank: ``_AMPLE`` up to these
 
 
 def row_capacity(
@@ -42,9 +42,9 @@ def row_capacity(
 
   >>> auto = BalanceConfig()
   >>> [row_capacity(tokens, 8, 4, auto, token_bytes=4096) for tokens in (512, 2048, 8192)]
-  [16384, 32768, 81920]
-  >>> row_capacity(8192, 8, 4, auto, token_bytes=4096, kept=False)
-  131072
+  [16384, 32768, 131072]
+  >>> [row_capacity(32768, 8, 4, auto, token_bytes=4096, kept=kept) for kept in (True, False)]
+  [327680, 524288]
   """
   mean = tokens * top_k
   everything = mean * num_ranks

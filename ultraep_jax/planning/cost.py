@@ -4,6 +4,7 @@ Seconds come from the description of the devices (``devices/``) and the shape of
 integers, so that every rank plans the same.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 GRAD_BYTES = 4  # of a weight's gradient from a copy
+_LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -57,12 +59,14 @@ class LayerCost(NamedTuple):
     num_experts: int,
     num_ranks: int,
   ) -> bool:
-    """Whether some load of these sizes is worth a plan. Without, a program need not plan at all.
+    """Whether loads of these sizes are worth a plan. Without, a program need not plan at all.
 
     A token chooses distinct experts, so a rank of M experts gets at most
-    ``G * T * min(K, M)`` rows. At best it shares them with all of its domain. If that spares no
-    second round, and no more rows than one copy and what balancing takes in any case, no plan can
-    gain. ``objective="balance"`` asks for no gain in time.
+    ``G * T * min(K, M)`` rows. If these may need a second round, a plan is worth it. Else a likely
+    load must gain, since every load pays for the planning. Likely is that the busiest rank has more
+    than the mean by 0.3 of it, for each doubling of the ranks that share its load. To share it
+    evenly must spare more rows than one copy and what balancing takes in any case.
+    ``objective="balance"`` asks for no gain in time.
 
     Args:
       config: ``objective`` and ``domain_size`` are used.
@@ -75,10 +79,11 @@ class LayerCost(NamedTuple):
       return True
     domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
-    spared = most - most // domain
-    if spared and most > int(self.plan.capacity_rows):
+    if most > most // domain and most > int(self.plan.capacity_rows):
       return True  # a plan that fits one round is taken before any other
-    spared = most - max(most // domain, int(self.plan.link_rows))
+    mean = tokens * top_k
+    likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))
+    spared = likely - max(mean, int(self.plan.link_rows))
     return spared > int(self.plan.copy_rows) + self.fixed_rows
 
 
