@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultraep_jax.bench import timing
+from ultraep_jax.tools.errors import described
 from ultraep_jax.types import Array
 
 # The arguments of all programs: what each gives back for the next call, and the rest.
@@ -109,7 +110,7 @@ def _compile_all(contests: Sequence[Contest], pace: Pace) -> list[Compiled]:
     try:
       return compile_it()
     except Exception as error:  # of one program, which the others shall outlive
-      return {name: _said(error)}
+      return {name: described(error)}
 
   if pace.workers == 1:
     done = [attempt(job) for job in jobs]
@@ -175,7 +176,7 @@ def _run(contest: Contest, compiled: Compiled, pace: Pace) -> Outcome:
       if not error <= contest.most_error:
         failures[name] = f"differs by {error:.1e}"
     except Exception as error:  # of one program
-      failures[name] = _said(error)
+      failures[name] = described(error)
   del wanted, result, first, rest  # room for what is timed
   if contest.reference in failures:
     return Outcome({}, failures)
@@ -185,7 +186,7 @@ def _run(contest: Contest, compiled: Compiled, pace: Pace) -> Outcome:
   try:
     times = _times(compiled[_MAKE](), runs, pace)
   except Exception as error:
-    return Outcome({}, failures | {contest.reference: _said(error)})
+    return Outcome({}, failures | {contest.reference: described(error)})
   others = {name: times.pop(name) for name in contest.others if name in times}
   return Outcome(times, failures, others)
 
@@ -202,10 +203,6 @@ def _times(arguments: Arguments, programs: Mapping[str, Any], pace: Pace) -> dic
 
   runs = {name: functools.partial(turn, program) for name, program in programs.items()}
   return timing.in_turn(runs, pace.rounds, pace.calls)
-
-
-def _said(error: Exception) -> str:
-  return f"{type(error).__name__}: {error!s:.300}"
 
 
 # --- who wins --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def matmul(
 ) -> Array:
   """As ``grouped.grouped_matmul``; unused rows are zero."""
   home_bias, replica_bias = bias or (None, None)
-  # jaxlib 0.11.2 crashes where it compiles a call with an empty operand.
+  # jaxlib 0.11.2 crashes as it compiles this if an operand is empty.
   replica = (replica_SKN, replica_bias) if replica_SKN.shape[0] else None
   return _matmul(rows_CK, (home_MKN, home_bias), replica, group_size_P, transpose_rhs)
 

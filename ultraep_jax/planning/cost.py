@@ -79,7 +79,7 @@ class LayerCost(NamedTuple):
       return True
     domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
-    if most > most // domain and most > int(self.plan.capacity_rows):
+    if domain > 1 and most > int(self.plan.capacity_rows):
       return True  # a plan that fits one round is taken before any other
     mean = tokens * top_k
     likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))

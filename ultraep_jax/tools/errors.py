@@ -12,3 +12,8 @@ def no_devices(error: BaseException) -> str:
   # JAX asserts, without words, where JAX_PLATFORMS names a backend that is not installed.
   reason = str(error) or f"none of the platforms {jax.config.jax_platforms!r}"  # pyright: ignore[reportAttributeAccessIssue]
   return f"devices: expected some that JAX can start, got: {reason.splitlines()[0]}"
+
+
+def described(error: BaseException, most: int = 300) -> str:
+  """An error in a line of a report: its kind, and so many characters of what it says."""
+  return f"{type(error).__name__}: {str(error)[:most]}"

@@ -23,6 +23,7 @@ from ultraep_jax.config import DispatchDtype
 from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import natural, positive
+from ultraep_jax.tools.errors import described
 from ultraep_jax.transport import block_exchange, push_exchange, wire
 from ultraep_jax.types import Array, Routes
 
@@ -222,7 +223,7 @@ def time_shape(
         timing.kernel_times(chained, calls), {k: [k] for k in ("dispatch", "combine")}
       )
     except Exception as error:
-      print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+      print(f"{name}: {described(error)}", flush=True)
       continue
     on_device = ", ".join(f"{k} {v:.0f}" for k, v in kernels.items())
     dtype = dispatch_dtype if name.startswith("dispatch") else None

@@ -30,6 +30,7 @@ from ultraep_jax.planning.load import expert_load
 from ultraep_jax.planning.plan import home_quota, plan_quotas
 from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import positive
+from ultraep_jax.tools.errors import described
 from ultraep_jax.transport import block_exchange, replicate
 from ultraep_jax.types import Array, ExpertWeights, Plan, Routes
 
@@ -57,7 +58,7 @@ def main() -> None:
       try:
         seconds = timed(run, mesh, args.calls, args.repeats)
       except Exception as error:  # an alternative that this backend lacks
-        rows.append([name, label, None, None, f"{type(error).__name__}: {str(error)[:60]}"])
+        rows.append([name, label, None, None, described(error, most=60)])
         continue
       results[f"{name}/{label}"] = seconds
       rows.append([name, label, seconds * 1e6, amount / seconds / 1e9, unit])

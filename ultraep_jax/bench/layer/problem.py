@@ -31,6 +31,10 @@ class Shape(NamedTuple):
   top_k: int
   experts: int
 
+  def narrowed(self, scale: int) -> "Shape":
+    """The same with widths divided, to try things on a CPU."""
+    return self._replace(width=self.width // scale, inner=self.inner // scale)
+
 
 SHAPES = {
   "qwen3-235b": Shape(4096, 1536, 8, 128),
@@ -51,9 +55,8 @@ TUNED = (*LARGE, "qwen3-30b")
 
 
 def scaled(name: str, args: argparse.Namespace) -> Shape:
-  shape = SHAPES[name]
-  width, inner = shape.width // args.scale, shape.inner // args.scale
-  return Shape(width, inner, args.top_k or shape.top_k, shape.experts)
+  shape = SHAPES[name].narrowed(args.scale)
+  return shape._replace(top_k=args.top_k or shape.top_k)
 
 
 def random_normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Array:

@@ -18,6 +18,7 @@ from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
 from ultraep_jax.bench.layer.variants import BALANCED, bound, capacity, layer, one_call
 from ultraep_jax.strategies import eplb
 from ultraep_jax.tables import table_of_records
+from ultraep_jax.tools.errors import described
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.types import Array, ExpertWeights
 
@@ -94,7 +95,7 @@ class Programs:
         try:
           self.ready[key] = future.result()
         except Exception as error:
-          print(f"{key}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+          print(f"{key}: {described(error)}", flush=True)
 
   def _lower(self, case: Case, problem: Problem, variant: str) -> Any:
     apply = layer(variant, problem, self.args)

@@ -47,14 +47,14 @@ from ultraep_jax.bench.matrix.programs import (
   STEPS,
   UNBALANCED,
   compile_group,
-  described,
-  shape_of,
+  of_step,
 )
 from ultraep_jax.bench.matrix.rates import rates_here
 from ultraep_jax.config import Implementation
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import factor, nonnegative, positive
+from ultraep_jax.tools.errors import described
 from ultraep_jax.types import Array
 
 
@@ -126,19 +126,18 @@ def measure_group(
   mesh: jax.sharding.Mesh, group: Group, cells: Sequence[Cell], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
   """Compiles the contenders once and times each cell's loads."""
-  programs = compile_group(mesh, group, args.implementation, args.scale)
-  shape = shape_of(group, args.scale)
+  shape = SHAPES[group.shape].narrowed(args.scale)
   sizes = argparse.Namespace(experts=shape.experts, tokens=group.tokens)
   arrays = Arrays.make(mesh, shape, sizes)
+  calls = [(arrays.x, _index(mesh, cell, shape), arrays.gate, arrays.weights) for cell in cells]
+  programs = compile_group(mesh, group, args.implementation, calls[0])
   rows = []
-  for cell in cells:
-    index = _index(mesh, cell, shape)
-    arguments = (arrays.x, index, arrays.gate, arrays.weights)
+  for cell, arguments in zip(cells, calls, strict=True):
     runs = {n: functools.partial(c, *arguments) for n, c in programs.variants.items()}
     seconds = timing.in_turn(runs, args.repeats, programs.calls)
-    stats = [jax.device_get(programs.scalars(*_of_step(arguments, n))) for n in range(STEPS)]
+    stats = [jax.device_get(programs.scalars(*of_step(arguments, n))) for n in range(STEPS)]
     times = {name: timing.median(values) for name, values in seconds.items()}
-    rows.append(_row(mesh.size, cell, shape, times, np.asarray(index), stats))
+    rows.append(_row(mesh.size, cell, shape, times, np.asarray(arguments[1]), stats))
   print(report.cells_table(rows), flush=True)
   return rows
 
@@ -149,11 +148,6 @@ def _index(mesh: jax.sharding.Mesh, cell: Cell, shape: Shape) -> Array:
     for seed in range(STEPS)
   ]
   return processes.put(np.stack(steps), NamedSharding(mesh, P(None, AXIS)))
-
-
-def _of_step(arguments: tuple[Any, ...], step: int) -> tuple[Any, ...]:
-  x, index, gate, weights = arguments
-  return x, index[step : step + 1], gate, weights
 
 
 def _row(

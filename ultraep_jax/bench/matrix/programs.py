@@ -1,27 +1,26 @@
 """The programs of a group of cells: the contenders, and what tells of their plans."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax.bench import timing
-from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Shape
+from ultraep_jax.bench.layer.problem import AXIS, SPECS
 from ultraep_jax.bench.matrix.cells import Group
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import moe
+from ultraep_jax.tools.errors import described
 from ultraep_jax.types import Array, ExpertWeights, LayerStats
 
 BALANCED = "balanced"
 UNBALANCED = ("none", "none, worst-case buffer")
 STEPS = 2  # loads of a cell, which calls cycle through
 _SCALARS = "scalars"
-_SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS))
+_SPECS = SPECS[:-1]  # no history
 
 Compiled = Callable[..., Any]
 
@@ -40,12 +39,6 @@ class Programs(NamedTuple):
   calls: int
 
 
-def shape_of(group: Group, scale: int) -> Shape:
-  """The group's model, its widths divided by ``scale``."""
-  shape = SHAPES[group.shape]
-  return shape._replace(width=shape.width // scale, inner=shape.inner // scale)
-
-
 def variants(ranks: int, implementation: Any) -> dict[str, BalanceConfig]:
   """The default settings, and what they compete with."""
   make = functools.partial(BalanceConfig, implementation=implementation)
@@ -58,16 +51,22 @@ def variants(ranks: int, implementation: Any) -> dict[str, BalanceConfig]:
 
 
 def compile_group(
-  mesh: jax.sharding.Mesh, group: Group, implementation: Any, scale: int
+  mesh: jax.sharding.Mesh, group: Group, implementation: Any, arguments: Sequence[Any]
 ) -> Programs:
   """Compiles the group's programs side by side, as far as XLA does. It takes about 40 s on a GPU.
 
   A contender that fails, out of memory say, is reported and left out.
+
+  Args:
+    mesh: of all ranks.
+    group: of the cells.
+    implementation: of the layers.
+    arguments: of the layer in any of the cells: x, index, gate, weights.
   """
   with futures.ThreadPoolExecutor() as pool:
     pending = {
       name: pool.submit(lowered.compile)
-      for name, lowered in _lowered(mesh, group, implementation, scale)
+      for name, lowered in _lowered(mesh, group, implementation, arguments)
     }
   failed = {name: error for name, each in pending.items() if (error := each.exception())}
   for name in (BALANCED, _SCALARS):
@@ -79,46 +78,26 @@ def compile_group(
   return Programs(compiled, compiled.pop(_SCALARS), _calls(group))
 
 
-def described(error: BaseException) -> str:
-  return f"{type(error).__name__}: {str(error)[:300]}"
-
-
 def _lowered(
-  mesh: jax.sharding.Mesh, group: Group, implementation: Any, scale: int
+  mesh: jax.sharding.Mesh, group: Group, implementation: Any, arguments: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
-  arguments = _arguments(mesh, group, shape_of(group, scale))
   configs = variants(mesh.size, implementation)
   for name, config in configs.items():
     with timing.quiet():
       chained = timing.chain(_one_call(config, group.direction), _calls(group))
       yield name, _on_mesh(mesh, lambda *a, f=chained: f(*a)[None], P(AXIS)).lower(*arguments)
-  x, index, *others = arguments
-  first = jax.ShapeDtypeStruct((1, *index.shape[1:]), index.dtype, sharding=index.sharding)
-  yield (
-    _SCALARS,
-    _on_mesh(mesh, _scalars(configs[BALANCED], group.direction), P()).lower(x, first, *others),
-  )
+  scalars = _on_mesh(mesh, _scalars(configs[BALANCED], group.direction), P())
+  yield _SCALARS, scalars.lower(*of_step(arguments, 0))
+
+
+def of_step(arguments: Sequence[Any], step: int) -> tuple[Any, ...]:
+  """Arguments with the loads of one step alone."""
+  x, index, gate, weights = arguments
+  return x, index[step : step + 1], gate, weights
 
 
 def _calls(group: Group) -> int:
   return 8 if group.tokens >= 8192 else 16 if group.tokens >= 2048 else 32
-
-
-def _arguments(mesh: jax.sharding.Mesh, group: Group, shape: Shape) -> tuple[Any, ...]:
-  total = mesh.size * group.tokens
-  experts, width, inner, top_k = shape.experts, shape.width, shape.inner, shape.top_k
-
-  def array(spec: P, dtype: Any, *sizes: int) -> Any:
-    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
-
-  weight = functools.partial(array, P(AXIS), jnp.bfloat16, experts)
-  up = weight(width, inner)
-  return (
-    array(P(AXIS), jnp.bfloat16, total, width),
-    array(P(None, AXIS), jnp.int32, STEPS, total, top_k),
-    array(P(AXIS), jnp.float32, total, top_k),
-    ExpertWeights(up, up, weight(inner, width)),
-  )
 
 
 def _on_mesh(mesh: jax.sharding.Mesh, function: Any, out_specs: Any) -> Any:

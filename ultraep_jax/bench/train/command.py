@@ -41,6 +41,7 @@ from ultraep_jax.bench.train.transformer import AXIS, DTYPE, Attend, Sizes, atte
 from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive
+from ultraep_jax.tools.errors import described
 from ultraep_jax.tools.progress import progress
 
 VARIANTS = ("none", "quota", "ideal")
@@ -179,7 +180,7 @@ class Bench:
       try:
         self.measure(name, ready, bias, batches)
       except Exception as error:
-        self.say(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+        self.say(f"{name}: {described(error)}")
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.program.state)):
           self.say("the state was lost with that step")
           return 1
@@ -239,7 +240,7 @@ class Bench:
       name = f"{config.strategy} with a buffer of {config.capacity_factor:.4g} T K rows"
       if config in failed:
         error = failed[config]
-        self.say(f"{name}: {type(error).__name__}: {str(error)[:500]}")
+        self.say(f"{name}: {described(error, most=500)}")
       else:
         seconds, size = self.program.compile_seconds[config], self.program.gigabytes[config]
         self.say(f"{name}: compiled in {seconds:.0f} s, {size:.1f} GB a device")
