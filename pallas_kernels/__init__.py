@@ -37,6 +37,7 @@ if TYPE_CHECKING:
   )
   from pallas_kernels.transfer.combine import check_sizes, combine
   from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+  from pallas_kernels.transfer.place import place, place_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
   from pallas_kernels.transfer.replicate import replicate, replication
   from pallas_kernels.transfer.scales import SCALED, num_scales
@@ -78,6 +79,8 @@ __all__ = [
   "make_room",
   "matmul_beside",
   "num_scales",
+  "place",
+  "place_scaled",
   "plan_quota",
   "reduce_replicas",
   "reduction",
@@ -109,6 +112,7 @@ _MODULES = {
   "support": ("HOPPER", "NEEDS", "check_mesh", "device", "why_unreachable", "why_unsupported"),
   "transfer.combine": ("check_sizes", "combine"),
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
+  "transfer.place": ("place", "place_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),
   "transfer.replicate": ("replicate", "replication"),
   "transfer.scales": ("SCALED", "num_scales"),

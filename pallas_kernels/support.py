@@ -46,6 +46,7 @@ NEEDS: Mapping[str, Needs] = {
   "route": Needs(EITHER),
   "replicate": Needs(EITHER, reaches_others=True),
   "exchange": Needs(EITHER, reaches_others=True),
+  "place": Needs(EITHER),
   "matmul": Needs(EITHER),
 }
 

@@ -155,9 +155,9 @@ def measured_moe(
     rounds=num_rounds,
   )
   routing = rounds.named(routing, PLAN_NAME)
-  replicating, exchanging, multiplying = (
+  replicating, exchanging, placing, multiplying = (
     implementation.resolve(config.implementation, operation, config.node_size)
-    for operation in ("replicate", "exchange", "matmul")
+    for operation in ("replicate", "exchange", "place", "matmul")
   )
   static = rounds.Static(
     axis_name,
@@ -168,9 +168,10 @@ def measured_moe(
     activation,
     replicating,
     exchanging,
+    placing,
     multiplying,
     config.dispatch_dtype,
-    implementation.resolve_tunings(config.device, (*exchanging, *multiplying)),
+    implementation.resolve_tunings(config.device, (*exchanging, *placing, *multiplying)),
   )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.

@@ -176,7 +176,7 @@ def _launch(
       jax.typeof(rows[0]).update(shape=(capacity, math.prod(shape)), dtype=dtype)
       for shape, dtype in outs
     ],
-    reaches_others=True,
+    reaches_others=peers.are_any(axis_name),
     grid=(tuning.num_blocks,),
     grid_names=(tiling.BLOCK_AXIS,),
     num_threads=tuning.workers,

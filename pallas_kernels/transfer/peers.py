@@ -14,9 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.support import Array, AxisName
 
 
+def are_any(axis_name: AxisName) -> bool:
+  """Whether the axis has more than this rank; ``()`` has not."""
+  return lax.axis_size(axis_name) > 1
+
+
 def rank(axis_name: AxisName) -> Array:
   """This rank along the axis."""
-  if _is_alone(axis_name):
+  if not are_any(axis_name):
     return jnp.int32(0)
   first, *others = _axes(axis_name)
   index = lax.axis_index(first)
@@ -27,7 +32,7 @@ def rank(axis_name: AxisName) -> Array:
 
 def remote_ref(ref: Any, rank: Array, axis_name: AxisName) -> Any:
   """A result or operand of the kernel in the memory of another rank, to copy to."""
-  if _is_alone(axis_name):
+  if not are_any(axis_name):
     return ref
   device: Any = _device(rank, axis_name)  # a type that remote_ref takes and does not declare
   return plgpu.remote_ref(ref, device)
@@ -35,7 +40,7 @@ def remote_ref(ref: Any, rank: Array, axis_name: AxisName) -> Any:
 
 def signal(semaphore: Any, rank: Array, axis_name: AxisName) -> None:
   """Adds one to a semaphore of another rank."""
-  device = None if _is_alone(axis_name) else _device(rank, axis_name)
+  device = _device(rank, axis_name) if are_any(axis_name) else None
   pl.semaphore_signal(semaphore, device_id=device)
 
 
@@ -51,7 +56,3 @@ def _device(rank: Array, axis_name: AxisName) -> dict[str, Array]:
 
 def _axes(axis_name: AxisName) -> tuple[str, ...]:
   return (axis_name,) if isinstance(axis_name, str) else axis_name
-
-
-def _is_alone(axis_name: AxisName) -> bool:
-  return lax.axis_size(axis_name) == 1

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 
 from ultraep_jax import implementation
 
-LOCAL = {"choose", "plan", "route", "matmul"}
+LOCAL = {"choose", "plan", "route", "matmul", "place"}
 
 
 def on_mesh(ranks):

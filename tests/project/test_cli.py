@@ -225,11 +225,11 @@ def test_doctor_says_what_runs_by_kernels(capsys, monkeypatch):
   with gpus():
     status, text, _ = run(capsys, "doctor", "--no-check")
   assert status == 0 and '"auto" is mosaic_gpu\n' in text
-  assert len(re.findall("mosaic_gpu  its kernel runs here", text)) == 6
+  assert len(re.findall("mosaic_gpu  its kernel runs here", text)) == 7
   with gpus("10.0"):
     text = run(capsys, "doctor", "--no-check")[1]
   assert '"auto" is mosaic_gpu\n' in text
-  assert len(re.findall("compiles for Blackwell GPUs and has never run", text)) == 6
+  assert len(re.findall("compiles for Blackwell GPUs and has never run", text)) == 7
   monkeypatch.setattr(nodes, "_node", lambda device: (device.id // 2,))
   with gpus():
     text = run(capsys, "doctor", "--no-check")[1]

@@ -1,12 +1,16 @@
 """Tokens reach every row they feed and come back once, in one step or many."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from assignments import mesh, random_routes
 from jax.sharding import PartitionSpec as P
+from mosaic_interpret import interpreted
 
+from pallas_kernels import ExchangeTuning, Tunings
 from ultraep_jax.transport import block_exchange
 from ultraep_jax.transport.block_exchange import BlockCrossing
 from ultraep_jax.types import Routes
@@ -26,12 +30,12 @@ CASES = [
 ]
 
 
-def run(ranks, capacity, function, dest, row, *args, index=0):
+def run(ranks, capacity, function, dest, row, *args, index=0, **options):
   spec = P("expert")
 
   def local(dest_TK, row_TK, *args):
     routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
-    return function(block_exchange.cross(routes, index, capacity, "expert"), *args)
+    return function(block_exchange.cross(routes, index, capacity, "expert", **options), *args)
 
   sharded = jax.shard_map(
     local, mesh=mesh((ranks, "expert")), in_specs=(spec,) * (2 + len(args)), out_specs=spec
@@ -141,3 +145,20 @@ def test_partial_sums_are_float32_and_travel_in_the_rows_dtype():
     return crossing.combine(rows.astype(jnp.bfloat16), gate).astype(jnp.float32)
 
   assert run(2, 6, bf16, dest, row, rows, gate).tolist() == [[258.0] * WIDTH] * 2
+
+
+@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("problem", [(2, 8, 1, None), (8, 16, 1, 5)], indirect=True, ids=str)
+def test_a_kernel_writes_the_same_rows(problem, dtype, monkeypatch):
+  """In one step, and where further ones follow that gather."""
+  rng, dest, row, capacity = problem
+  ranks, tokens, _ = dest.shape
+  x = rng.normal(size=(ranks, tokens, 128)).astype(np.float32)
+  few = ExchangeTuning(blocks=1, workers=1, tile_bytes=512)
+  monkeypatch.setattr(Tunings, "find", lambda *_: few)
+  dispatch = functools.partial(BlockCrossing.dispatch, dtype=dtype)
+  with interpreted():
+    rows = run(ranks, capacity, dispatch, dest, row, x, placing=("mosaic_gpu",))
+  expected = run(ranks, capacity, dispatch, dest, row, x)
+  fed = feeding(dest, row, ranks, capacity)[..., 0].reshape(-1) >= 0
+  np.testing.assert_array_equal(rows[fed], expected[fed])

@@ -109,7 +109,9 @@ def test_fewer_bytes_cross_the_network(node_ranks):
 def test_runs_where_it_saves(monkeypatch):
   made = []
   cross = node_exchange.cross
-  monkeypatch.setattr(node_exchange, "cross", lambda *a: made.append(a[-1]) or cross(*a))
+  monkeypatch.setattr(
+    node_exchange, "cross", lambda *a, **options: made.append(a[-1]) or cross(*a, **options)
+  )
   arguments = [jnp.zeros((RANKS * TOKENS, TOP_K), jnp.int32)] * 2
 
   def choice(node_ranks):
@@ -122,6 +124,7 @@ def test_runs_where_it_saves(monkeypatch):
         dtype=jnp.float32,
         node_ranks=node_ranks,
         implementations=("portable",),
+        placing=("portable",),
         tunings=UNTUNED,
       )
 
@@ -147,7 +150,9 @@ def test_the_layer_equals_a_dense_one(data, node_size, monkeypatch):
   """In several rounds, with copies inside a node: output, statistics and every gradient."""
   made = []
   cross = node_exchange.cross
-  monkeypatch.setattr(node_exchange, "cross", lambda *a: made.append(a[-1]) or cross(*a))
+  monkeypatch.setattr(
+    node_exchange, "cross", lambda *a, **options: made.append(a[-1]) or cross(*a, **options)
+  )
   problem = make_problem(make_mesh(8 // data, data), top_k=4, masked=True)
   config = BalanceConfig(
     replica_slots=2,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ultraep_jax.transport import replicate
+from ultraep_jax.transport import replicate, turn_replicate
 
 RANKS, HOME = 8, 2
 
@@ -70,9 +70,8 @@ def test_replicate_copies_bit_for_bit(name, domain):
   got = shard(copy, 1)(tree, placement)
   expert_R = np.asarray(placement).reshape(-1)
   for key, leaf in tree.items():
-    expected = as_bits(leaf)[expert_R]
-    expected[expert_R < 0] = 0
-    np.testing.assert_array_equal(as_bits(got[key]), expected)
+    filled = expert_R >= 0  # empty slots hold anything
+    np.testing.assert_array_equal(as_bits(got[key])[filled], as_bits(leaf)[expert_R[filled]])
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -101,7 +100,7 @@ def test_reduce_is_the_adjoint_of_replicate():
 
 
 def test_order_of_the_sum_is_fixed():
-  """The next rank of the ring first: an order in which these terms do not cancel to zero."""
+  """The next rank first: an order in which these terms do not cancel to zero."""
   placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
   terms = jnp.array([0.0, 1e8, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0], jnp.float32)[:, None]
   got = shard(reduce_here, 2)(terms, jnp.zeros((16, 1), jnp.float32), placement)
@@ -132,3 +131,45 @@ def test_slots_that_hold_a_copy_are_the_ranks_own():
 
   got = shard(filled, 1)(jnp.zeros((RANKS * HOME, 3)), placement)
   np.testing.assert_array_equal(got, (placement >= 0).reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["neighbours", "one hot", "full"])
+def test_steps_of_fewer_ranks_make_the_same(name, monkeypatch):
+  """As where a domain has more than eight: a turn takes several steps, the last one a shorter."""
+  placement = jnp.array(PLACEMENTS[name], jnp.int32)
+  rng = np.random.default_rng(3)
+  tree = [jnp.asarray(rng.integers(-9, 9, size=(16, *s)), jnp.float32) for s in ((4,), (3, 2))]
+
+  def both_ways():
+    copies = shard(replicate_here, 1)(tree, placement)
+    filled = placement.reshape(-1) >= 0
+    copies = [jnp.where(filled.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in copies]
+    return copies, shard(reduce_here, 2)(copies, tree, placement)
+
+  whole = both_ways()
+  monkeypatch.setattr(turn_replicate, "_MOST_AT_A_TIME", 3)
+  jax.tree.map(np.testing.assert_array_equal, both_ways(), whole)
+
+
+@pytest.mark.parametrize(("name", "count"), [("empty", 0), ("one hot", 3), ("neighbours", 2)])
+def test_steps_that_no_rank_needs_are_left_out(name, count, monkeypatch):
+  """Of three distances each; two copies of one home on a rank take two turns."""
+  monkeypatch.setattr(turn_replicate, "_MOST_AT_A_TIME", 3)
+
+  def steps(x, placement):
+    del x
+    return turn_replicate._Steps.of(placement, HOME, "expert", None).count[None]
+
+  got = shard(steps, 1)(jnp.zeros(RANKS), jnp.array(PLACEMENTS[name], jnp.int32))
+  assert np.asarray(got).tolist() == [count] * RANKS
+
+
+def test_sums_of_bfloat16_are_rounded_once():
+  """Seven terms of half a unit each, all of which rounding one by one would lose."""
+  placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
+  terms = jnp.full((RANKS, 1), 2.0**-8, jnp.float32)
+  home = jnp.ones((16, 1), jnp.bfloat16)
+  got = shard(reduce_here, 2)(terms, home, placement)
+  expected = np.float32(1 + 7 * 2.0**-8).astype(jnp.bfloat16)
+  assert got.dtype == jnp.bfloat16 and np.asarray(got)[0, 0] == expected > 1
+  np.testing.assert_array_equal(got[1:], home[1:])

@@ -41,6 +41,7 @@ class Static(NamedTuple):
   activation: Activation
   replicating: Implementations
   exchanging: Implementations
+  placing: Implementations
   multiplying: Implementations
   dispatch_dtype: DispatchDtype | None
   tunings: Tunings
@@ -113,7 +114,7 @@ def _backward(
   static: Static, residuals: tuple, grad_TD: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
-  # One of the weights is enough: a ring passes all of them in one loop.
+  # One of the weights is enough: all of them cross in one loop.
   later = weights._replace(wo=ordered(static, routing, weights.wo, grad_TD, *first.hidden))
   replicas = _replicas(static, x_TD.dtype, later, routing)
 
@@ -224,6 +225,7 @@ def _cross(
     dtype=x_TD.dtype,
     node_ranks=static.node_ranks,
     implementations=static.exchanging,
+    placing=static.placing,
     tunings=static.tunings,
   )
   return _Start(crossing, crossing.spread(gate_TK))

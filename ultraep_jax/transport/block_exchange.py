@@ -1,21 +1,25 @@
-"""The exchange of tokens in plain JAX, right on every backend.
+"""The exchange of tokens by collectives, right on every backend.
 
 A token crosses to each rank that computes any of its assignments once, and fans out into its
 rows there; its rows' sum comes back once. Ranks exchange equal blocks of tokens with
 ``all_to_all``, the fastest collective that JAX has for it; a rank with more tokens for some
 peer than a block holds takes further steps, so nothing is dropped and no buffer is sized for
-the worst case.
+the worst case. Where a kernel can, it writes what came to its rows, and no others.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+import pallas_kernels as kernels
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.mesh import mesh_max
 from ultraep_jax.planning.load import position_in_group
 from ultraep_jax.transport import wire
@@ -47,6 +51,8 @@ class BlockCrossing:
     row_AK: the rows on this rank that the tokens received in the first step feed, −1 where an
       assignment runs elsewhere.
     steps: steps that the longest list on the mesh needs, or None if one always suffices.
+    placing: what to try, in order, to bring tokens that came to their rows.
+    tunings: how kernels are laid out.
   """
 
   axis_name: AxisName = dataclasses.field(metadata={"static": True})
@@ -59,10 +65,12 @@ class BlockCrossing:
   position_TK: Array
   row_AK: Array
   steps: Array | None
+  placing: Implementations = dataclasses.field(default=("portable",), metadata={"static": True})
+  tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
 
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
-    """Rows that no token feeds are zero."""
+    """Rows that no token feeds are zero, or anything where a kernel writes the others."""
     return self.dispatch_packed(wire.pack(x_TD, dtype), x_TD.dtype)
 
   def dispatch_packed(self, packed: Sequence[Array], dtype: jnp.dtype) -> Array:
@@ -70,13 +78,34 @@ class BlockCrossing:
 
     def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
       token_A, _ = _outgoing(self, i)
-      received_AD = wire.unpack([_swap(array[token_A], self) for array in packed], dtype)
-      # Gathering by row writes each row once; the inverse map is a scatter of integers only.
-      source_C = _feeding(row_AK, self.capacity)
-      fed_CD = received_AD[source_C // row_AK.shape[1]]
-      return jnp.where((source_C >= 0)[:, None], fed_CD, rows_CD)
+      received = [_swap(array[token_A], self) for array in packed]
+
+      def gather() -> Array:
+        received_AD = wire.unpack(received, dtype)
+        # Gathering by row writes each row once; the inverse map is a scatter of integers only.
+        source_C = _feeding(row_AK, self.capacity)
+        fed_CD = received_AD[source_C // row_AK.shape[1]]
+        return jnp.where((source_C >= 0)[:, None], fed_CD, rows_CD)
+
+      candidates = {"mosaic_gpu": lambda: self._place(received, row_AK, dtype), "portable": gather}
+      is_first = isinstance(i, int)  # the only one before which no rows are written
+      return first_that_can(self.placing if is_first else ("portable",), candidates)
 
     return _steps(self, step, jnp.zeros((self.capacity, packed[0].shape[1]), dtype))
+
+  def _place(self, received: Sequence[Array], row_AK: Array, dtype: jnp.dtype) -> Array:
+    """The rows of tokens as ``wire.pack`` made them, by a kernel."""
+    size = received[0].shape[1] * received[0].dtype.itemsize
+
+    def options(operation: str) -> Any:
+      return {"capacity": self.capacity, "tuning": self.tunings.find(operation, size)}
+
+    if len(received) == 1:
+      return kernels.place(received, row_AK, **options("dispatch"))[0]
+    value_AD, scale_AB = received
+    return kernels.place_scaled(
+      value_AD, scale_AB, row_AK, dtype=dtype, **options("dispatch scaled")
+    )
 
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
@@ -124,12 +153,20 @@ class BlockCrossing:
 
 @jax.named_scope("uep.dispatch")
 def cross(
-  routes: Routes, round_index: Array | int, capacity: int, axis_name: AxisName
+  routes: Routes,
+  round_index: Array | int,
+  capacity: int,
+  axis_name: AxisName,
+  *,
+  placing: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> BlockCrossing:
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
   num_tokens, top_k = routes.dest_TK.shape
   block = block_size(num_tokens, num_tokens * top_k, lax.axis_size(axis_name))
-  return among(None, *of_round(routes, round_index, capacity), capacity, axis_name, block)
+  assignments = of_round(routes, round_index, capacity)
+  options: Any = {"placing": placing, "tunings": tunings}
+  return among(None, *assignments, capacity, axis_name, block, **options)
 
 
 def of_round(routes: Routes, round_index: Array | int, capacity: int) -> tuple[Array, Array]:
@@ -150,6 +187,9 @@ def among(
   capacity: int,
   axis_name: AxisName,
   block: int,
+  *,
+  placing: Implementations,
+  tunings: Tunings,
 ) -> BlockCrossing:
   """A crossing among the ranks of each group.
 
@@ -160,6 +200,8 @@ def among(
     capacity: C.
     axis_name: the expert mesh axis.
     block: N, at most T.
+    placing: as in ``BlockCrossing``.
+    tunings: as in ``BlockCrossing``.
   """
   num_ranks = _num_ranks(axis_name, groups)
   num_tokens, top_k = dest_TK.shape
@@ -182,6 +224,8 @@ def among(
     position_TK=position_TK,
     row_AK=row_TK[:0],
     steps=mesh_max(-(-jnp.max(count_G) // block)) if block < num_tokens else None,
+    placing=placing,
+    tunings=tunings,
   )
   return dataclasses.replace(crossing, row_AK=_announce_rows(crossing, 0))
 

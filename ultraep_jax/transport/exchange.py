@@ -6,7 +6,7 @@ blocks and ``all_to_all`` (``block_exchange``), where that costs fewer bytes onc
 (``node_exchange``), or kernels that write into other GPUs' memory (``push_exchange``).
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from jax import lax
 
@@ -75,6 +75,7 @@ def cross(
   dtype: object,
   node_ranks: int,
   implementations: Implementations,
+  placing: Implementations,
   tunings: Tunings,
 ) -> Crossing:
   """Lists the tokens that cross in a round.
@@ -88,6 +89,7 @@ def cross(
     dtype: of tokens and rows.
     node_ranks: ranks along the axis that are on one node, side by side.
     implementations: what to try, in order.
+    placing: the same, for what collectives bring.
     tunings: how kernels are laid out.
 
   Raises:
@@ -96,9 +98,10 @@ def cross(
 
   def portable() -> Crossing:
     num_tokens, top_k = routes.dest_TK.shape
+    options: Any = {"placing": placing, "tunings": tunings}
     if node_exchange.saves(num_tokens, top_k, lax.axis_size(axis_name), node_ranks):
-      return node_exchange.cross(routes, round_index, capacity, axis_name, node_ranks)
-    return block_exchange.cross(routes, round_index, capacity, axis_name)
+      return node_exchange.cross(routes, round_index, capacity, axis_name, node_ranks, **options)
+    return block_exchange.cross(routes, round_index, capacity, axis_name, **options)
 
   candidates = {
     "mosaic_gpu": lambda: push_exchange.cross(

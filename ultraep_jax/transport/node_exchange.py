@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
+from ultraep_jax.implementation import Implementations
 from ultraep_jax.transport import block_exchange, wire
 from ultraep_jax.transport.block_exchange import BlockCrossing, Groups
 from ultraep_jax.types import Array, AxisName, Routes
@@ -39,7 +41,7 @@ class NodeCrossing:
 
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
-    """Rows that no token feeds are zero."""
+    """Rows that no token feeds are zero, or anything where a kernel writes the others."""
     packed = [_gather(array, self.axis_name, self.lines) for array in wire.pack(x_TD, dtype)]
     return self.inside.dispatch_packed(packed, x_TD.dtype)
 
@@ -91,7 +93,14 @@ def network_tokens(num_tokens: int, top_k: int, num_ranks: int, node_ranks: int)
 
 @jax.named_scope("uep.dispatch")
 def cross(
-  routes: Routes, round_index: Array | int, capacity: int, axis_name: AxisName, node_ranks: int
+  routes: Routes,
+  round_index: Array | int,
+  capacity: int,
+  axis_name: AxisName,
+  node_ranks: int,
+  *,
+  placing: Implementations = ("portable",),
+  tunings: Tunings = UNTUNED,
 ) -> NodeCrossing:
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
   num_tokens, top_k = routes.dest_TK.shape
@@ -105,7 +114,14 @@ def cross(
   # Of the tokens of all nodes, each node computes an even share.
   block = block_exchange.block_size(len(nodes) * num_tokens, num_tokens * top_k, node_ranks)
   inside = block_exchange.among(
-    nodes, jnp.where(is_here_XK, dest_XK % node_ranks, -1), row_XK, capacity, axis_name, block
+    nodes,
+    jnp.where(is_here_XK, dest_XK % node_ranks, -1),
+    row_XK,
+    capacity,
+    axis_name,
+    block,
+    placing=placing,
+    tunings=tunings,
   )
   return NodeCrossing(axis_name, lines, inside)
 

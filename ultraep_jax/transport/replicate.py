@@ -1,7 +1,7 @@
 """Copies of hot experts' weights to replica slots, and the adjoint: their gradients home.
 
 The kernels push copies along the plan's transfer trees, and sum gradients along them backwards;
-both may ride in a matmul's kernel. The portable form is ``ring_replicate``.
+both may ride in a matmul's kernel. The portable form is ``turn_replicate``.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax import lax
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, TransferTuning, Tunings
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.transport import ring_replicate
+from ultraep_jax.transport import turn_replicate
 from ultraep_jax.types import Array, AxisName
 
 
@@ -62,7 +62,7 @@ def replicate[T](
 
   candidates = {
     "mosaic_gpu": push,
-    "portable": lambda: ring_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
+    "portable": lambda: turn_replicate.replicate(home, replica_expert_GS, axis_name, domain_size),
   }
   return first_that_can(implementations, candidates)
 
@@ -115,7 +115,7 @@ def reduce_replicas[T](
 
   candidates = {
     "mosaic_gpu": push,
-    "portable": lambda: ring_replicate.reduce_replicas(
+    "portable": lambda: turn_replicate.reduce_replicas(
       replica, home, replica_expert_GS, axis_name, domain_size
     ),
   }
