@@ -1,4 +1,4 @@
-"""Tokens reach every row they feed and come back once, in one step or many."""
+"""Tokens reach every row they feed and come back once: in blocks, by steps, or all to all ranks."""
 
 import functools
 
@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 
 from pallas_kernels import ExchangeTuning, Tunings
-from ultraep_jax.transport import block_exchange
-from ultraep_jax.transport.block_exchange import BlockCrossing
+from ultraep_jax.transport import block_exchange, gather_exchange
 from ultraep_jax.types import Routes
 
 WIDTH = 3
@@ -30,12 +29,27 @@ CASES = [
 ]
 
 
-def run(ranks, capacity, function, dest, row, *args, index=0, **options):
+@pytest.fixture(params=[block_exchange, gather_exchange], ids=lambda module: module.__name__[-15:])
+def cross(request):
+  return request.param.cross
+
+
+def run(
+  ranks,
+  capacity,
+  function,
+  dest,
+  row,
+  *args,
+  cross=block_exchange.cross,
+  index=0,
+  **options,
+):
   spec = P("expert")
 
   def local(dest_TK, row_TK, *args):
     routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
-    return function(block_exchange.cross(routes, index, capacity, "expert", **options), *args)
+    return function(cross(routes, index, capacity, "expert", **options), *args)
 
   sharded = jax.shard_map(
     local, mesh=mesh((ranks, "expert")), in_specs=(spec,) * (2 + len(args)), out_specs=spec
@@ -62,13 +76,30 @@ def feeding(dest, row, ranks, capacity):
   return source
 
 
-def test_dispatch_and_spread(problem):
+def dispatch(crossing, *args, **options):
+  return crossing.dispatch(*args, **options)
+
+
+def spread(crossing, value):
+  return crossing.spread(value)
+
+
+def combine(crossing, rows, gate):
+  return crossing.combine(rows, gate)
+
+
+def collect(crossing, value):
+  return crossing.collect(value)
+
+
+def test_dispatch_and_spread(problem, cross):
   rng, dest, row, capacity = problem
   ranks, tokens, _ = dest.shape
   x = rng.normal(size=(ranks, tokens, WIDTH)).astype(np.float32)
   gate = rng.normal(size=dest.shape).astype(np.float32)
-  rows = run(ranks, capacity, BlockCrossing.dispatch, dest, row, x).reshape(ranks, capacity, WIDTH)
-  gates = run(ranks, capacity, BlockCrossing.spread, dest, row, gate).reshape(ranks, capacity)
+  rows = run(ranks, capacity, dispatch, dest, row, x, cross=cross)
+  rows = rows.reshape(ranks, capacity, WIDTH)
+  gates = run(ranks, capacity, spread, dest, row, gate, cross=cross).reshape(ranks, capacity)
   for rank, at in np.ndindex(ranks, capacity):
     source, token, choice = feeding(dest, row, ranks, capacity)[rank, at]
     fed = source >= 0
@@ -76,17 +107,16 @@ def test_dispatch_and_spread(problem):
     assert gates[rank, at] == (gate[source, token, choice] if fed else 0)
 
 
-def test_combine_and_collect(problem):
+def test_combine_and_collect(problem, cross):
   rng, dest, row, capacity = problem
   ranks, tokens, _ = dest.shape
   rows = rng.integers(-9, 9, size=(ranks, capacity, WIDTH)).astype(np.float32)
   gate = rng.integers(-3, 3, size=(ranks, capacity)).astype(np.float32)
   used = feeding(dest, row, ranks, capacity)[..., 0] >= 0
   rows[~used], gate[~used] = np.nan, np.nan  # unused rows may hold anything
-  y = run(ranks, capacity, BlockCrossing.combine, dest, row, rows, gate).reshape(
-    ranks, tokens, WIDTH
-  )
-  value = run(ranks, capacity, BlockCrossing.collect, dest, row, gate).reshape(dest.shape)
+  y = run(ranks, capacity, combine, dest, row, rows, gate, cross=cross)
+  y = y.reshape(ranks, tokens, WIDTH)
+  value = run(ranks, capacity, collect, dest, row, gate, cross=cross).reshape(dest.shape)
   expected_y = np.zeros_like(y)
   expected_value = np.zeros(dest.shape, np.float32)
   for index in np.ndindex(*dest.shape):
@@ -98,15 +128,15 @@ def test_combine_and_collect(problem):
   np.testing.assert_array_equal(value, expected_value)
 
 
-def test_a_round_takes_its_rows_only():
+def test_a_round_takes_its_rows_only(cross):
   rng = np.random.default_rng(0)
   dest, row = random_routes(rng, 4, 12, 2)
   x = rng.normal(size=(4, 12, WIDTH)).astype(np.float32)
   most = int(row.max()) + 1
-  whole = run(4, most, BlockCrossing.dispatch, dest, row, x).reshape(4, most, WIDTH)
+  whole = run(4, most, dispatch, dest, row, x, cross=cross).reshape(4, most, WIDTH)
   capacity = -(-most // 3)
   parts = [
-    run(4, capacity, BlockCrossing.dispatch, dest, row, x, index=i).reshape(4, capacity, WIDTH)
+    run(4, capacity, dispatch, dest, row, x, cross=cross, index=i).reshape(4, capacity, WIDTH)
     for i in range(3)
   ]
   np.testing.assert_array_equal(np.concatenate(parts, axis=1)[:, :most], whole)
@@ -133,7 +163,7 @@ def test_a_token_crosses_once_per_rank():
   assert run(2, 32, leaders, dest, row).tolist() == [1] * 8
 
 
-def test_partial_sums_are_float32_and_travel_in_the_rows_dtype():
+def test_partial_sums_are_float32_and_travel_in_the_rows_dtype(cross):
   dest = np.zeros((2, 1, 3), np.int32)
   row = np.arange(6).reshape(2, 1, 3).astype(np.int32)
   # 256 + 1 is not a bfloat16, 256 + 1 + 1 is: only a float32 sum keeps the small terms.
@@ -144,21 +174,21 @@ def test_partial_sums_are_float32_and_travel_in_the_rows_dtype():
   def bf16(crossing, rows, gate):
     return crossing.combine(rows.astype(jnp.bfloat16), gate).astype(jnp.float32)
 
-  assert run(2, 6, bf16, dest, row, rows, gate).tolist() == [[258.0] * WIDTH] * 2
+  assert run(2, 6, bf16, dest, row, rows, gate, cross=cross).tolist() == [[258.0] * WIDTH] * 2
 
 
 @pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("problem", [(2, 8, 1, None), (8, 16, 1, 5)], indirect=True, ids=str)
-def test_a_kernel_writes_the_same_rows(problem, dtype, monkeypatch):
+def test_a_kernel_writes_the_same_rows(problem, dtype, cross, monkeypatch):
   """In one step, and where further ones follow that gather."""
   rng, dest, row, capacity = problem
   ranks, tokens, _ = dest.shape
   x = rng.normal(size=(ranks, tokens, 128)).astype(np.float32)
   few = ExchangeTuning(blocks=1, workers=1, tile_bytes=512)
   monkeypatch.setattr(Tunings, "find", lambda *_: few)
-  dispatch = functools.partial(BlockCrossing.dispatch, dtype=dtype)
+  function = functools.partial(dispatch, dtype=dtype)
   with interpreted():
-    rows = run(ranks, capacity, dispatch, dest, row, x, placing=("mosaic_gpu",))
-  expected = run(ranks, capacity, dispatch, dest, row, x)
+    rows = run(ranks, capacity, function, dest, row, x, cross=cross, placing=("mosaic_gpu",))
+  expected = run(ranks, capacity, function, dest, row, x, cross=cross)
   fed = feeding(dest, row, ranks, capacity)[..., 0].reshape(-1) >= 0
   np.testing.assert_array_equal(rows[fed], expected[fed])

@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
-from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.implementation import Implementations
 from ultraep_jax.mesh import mesh_max
 from ultraep_jax.planning.load import position_in_group
-from ultraep_jax.transport import wire
+from ultraep_jax.transport import local_rows, received, wire
 from ultraep_jax.types import Array, AxisName, Routes
 
 Groups = tuple[tuple[int, ...], ...]  # of ranks, all equally large; each exchanges by itself
@@ -76,48 +75,24 @@ class BlockCrossing:
   def dispatch_packed(self, packed: Sequence[Array], dtype: jnp.dtype) -> Array:
     """``dispatch`` of what ``wire.pack`` made of tokens of this dtype."""
 
-    def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
+    def received(i: Array | int) -> list[Array]:
       token_A, _ = _outgoing(self, i)
-      received = [_swap(array[token_A], self) for array in packed]
+      return [_swap(array[token_A], self) for array in packed]
 
-      def gather() -> Array:
-        received_AD = wire.unpack(received, dtype)
-        # Gathering by row writes each row once; the inverse map is a scatter of integers only.
-        source_C = _feeding(row_AK, self.capacity)
-        fed_CD = received_AD[source_C // row_AK.shape[1]]
-        return jnp.where((source_C >= 0)[:, None], fed_CD, rows_CD)
+    def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
+      return local_rows.place_over(rows_CD, received(i), row_AK)
 
-      candidates = {"mosaic_gpu": lambda: self._place(received, row_AK, dtype), "portable": gather}
-      is_first = isinstance(i, int)  # the only one before which no rows are written
-      return first_that_can(self.placing if is_first else ("portable",), candidates)
-
-    return _steps(self, step, jnp.zeros((self.capacity, packed[0].shape[1]), dtype))
-
-  def _place(self, received: Sequence[Array], row_AK: Array, dtype: jnp.dtype) -> Array:
-    """The rows of tokens as ``wire.pack`` made them, by a kernel."""
-    size = received[0].shape[1] * received[0].dtype.itemsize
-
-    def options(operation: str) -> Any:
-      return {"capacity": self.capacity, "tuning": self.tunings.find(operation, size)}
-
-    if len(received) == 1:
-      return kernels.place(received, row_AK, **options("dispatch"))[0]
-    value_AD, scale_AB = received
-    return kernels.place_scaled(
-      value_AD, scale_AB, row_AK, dtype=dtype, **options("dispatch scaled")
+    rows_CD = local_rows.place(
+      received(0), self.row_AK, self.capacity, dtype, self.placing, self.tunings
     )
+    return _further_steps(self, step, rows_CD)
 
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""
 
     def step(i: Array | int, row_AK: Array, y_TD: Array) -> Array:
-      partial_AD = jnp.zeros((row_AK.shape[0], rows_CD.shape[1]), jnp.float32)
-      for row_A in row_AK.T:
-        row_AD = rows_CD[row_A].astype(jnp.float32)
-        weighted_AD = row_AD if gate_C is None else gate_C[row_A][:, None] * row_AD
-        partial_AD += jnp.where((row_A >= 0)[:, None], weighted_AD, 0)
-      back_AD = _swap(partial_AD.astype(rows_CD.dtype), self)
+      back_AD = _swap(local_rows.sums(rows_CD, gate_C, row_AK), self)
       here_TK, place_TK = _places(self, i)
       for here_T, place_T in zip((here_TK & self.leads_TK).T, place_TK.T, strict=True):
         y_TD += jnp.where(here_T[:, None], back_AD[place_T].astype(jnp.float32), 0)
@@ -133,7 +108,7 @@ class BlockCrossing:
     def step(i: Array | int, row_AK: Array, value_C: Array) -> Array:
       token_A, sent_AK = _outgoing(self, i)
       received_AK = _swap(jnp.where(sent_AK, value_TK[token_A], 0), self)
-      source_C = _feeding(row_AK, self.capacity)
+      source_C = local_rows.feeding(row_AK, self.capacity)
       return jnp.where(source_C >= 0, received_AK.reshape(-1)[source_C], value_C)
 
     return _steps(self, step, jnp.zeros(self.capacity, value_TK.dtype))
@@ -164,15 +139,9 @@ def cross(
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
   num_tokens, top_k = routes.dest_TK.shape
   block = block_size(num_tokens, num_tokens * top_k, lax.axis_size(axis_name))
-  assignments = of_round(routes, round_index, capacity)
+  assignments = received.of_round(routes, round_index, capacity)
   options: Any = {"placing": placing, "tunings": tunings}
   return among(None, *assignments, capacity, axis_name, block, **options)
-
-
-def of_round(routes: Routes, round_index: Array | int, capacity: int) -> tuple[Array, Array]:
-  """The ranks that compute assignments in a round, −1 if none, and their rows there, ``[T, K]``."""
-  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
-  return jnp.where(active_TK, routes.dest_TK, -1), routes.row_TK % capacity
 
 
 def block_size(num_tokens: int, assignments: int, num_ranks: int) -> int:
@@ -204,11 +173,9 @@ def among(
     tunings: as in ``BlockCrossing``.
   """
   num_ranks = _num_ranks(axis_name, groups)
-  num_tokens, top_k = dest_TK.shape
-  # The first assignment of a token for a rank stands for all of them.
-  same_TKK = dest_TK[:, :, None] == dest_TK[:, None, :]
-  leader_TK = jnp.argmax(same_TKK, axis=2)
-  leads_TK = (dest_TK >= 0) & (leader_TK == jnp.arange(top_k)[None])
+  num_tokens = dest_TK.shape[0]
+  leader_TK = _leader(dest_TK)
+  leads_TK = leads(dest_TK)
   position_A, count_G = position_in_group(
     jnp.where(leads_TK, dest_TK, num_ranks).reshape(-1), num_ranks
   )
@@ -230,13 +197,32 @@ def among(
   return dataclasses.replace(crossing, row_AK=_announce_rows(crossing, 0))
 
 
+def leads(dest_TK: Array) -> Array:
+  """Whether an assignment is the first of its token's for its rank, and stands for all of them."""
+  top_k = dest_TK.shape[1]
+  return (dest_TK >= 0) & (_leader(dest_TK) == jnp.arange(top_k)[None])
+
+
+def _leader(dest_TK: Array) -> Array:
+  return jnp.argmax(dest_TK[:, :, None] == dest_TK[:, None, :], axis=2)
+
+
 def _steps[Carry](
   crossing: BlockCrossing,
   step: Callable[[Array | int, Array, Carry], Carry],
   carry: Carry,
 ) -> Carry:
-  """Runs the first step with the rows already announced, and the rare further ones."""
+  """Runs the first step, with the rows already announced, and the rare further ones."""
   carry = step(0, crossing.row_AK, carry)  # its result varies over every axis that its inputs do
+  return _further_steps(crossing, step, carry)
+
+
+def _further_steps[Carry](
+  crossing: BlockCrossing,
+  step: Callable[[Array | int, Array, Carry], Carry],
+  carry: Carry,
+) -> Carry:
+  """Runs those after the first."""
   if crossing.steps is None:
     return carry
 
@@ -270,13 +256,6 @@ def _places(crossing: BlockCrossing, step: Array | int) -> tuple[Array, Array]:
   local_TK = crossing.position_TK - step * crossing.block
   here_TK = (crossing.dest_TK >= 0) & (local_TK >= 0) & (local_TK < crossing.block)
   return here_TK, jnp.where(here_TK, crossing.dest_TK * crossing.block + local_TK, 0)
-
-
-def _feeding(row_AK: Array, capacity: int) -> Array:
-  """The flat index into ``[G·N, K]`` that feeds each row, −1 for none."""
-  index_AK = jnp.arange(row_AK.size, dtype=jnp.int32).reshape(row_AK.shape)
-  source_C = jnp.full(capacity, -1, jnp.int32)
-  return source_C.at[jnp.where(row_AK < 0, capacity, row_AK)].set(index_AK, mode="drop")
 
 
 def _swap(block_AX: Array, crossing: BlockCrossing) -> Array:

@@ -1,9 +1,10 @@
 """Tokens to the rows where they are computed, and rows back to tokens.
 
 A token crosses to each rank that computes any of its assignments once, and fans out into its
-rows there; its rows' sum comes back once. How it crosses is up to the implementation: equal
-blocks and ``all_to_all`` (``block_exchange``), where that costs fewer bytes once to each node first
-(``node_exchange``), or kernels that write into other GPUs' memory (``push_exchange``).
+rows there; its rows' sum comes back once. How it crosses is up to the implementation: kernels that
+write into other GPUs' memory (``push_exchange``), or collectives: equal blocks by ``all_to_all``
+(``block_exchange``), all tokens to all ranks where blocks would hold as many (``gather_exchange``),
+or once to each node first, where that costs fewer bytes (``node_exchange``).
 """
 
 from typing import Any, Protocol
@@ -13,7 +14,13 @@ from jax import lax
 from pallas_kernels import Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
-from ultraep_jax.transport import block_exchange, node_exchange, push_exchange
+from ultraep_jax.transport import (
+  block_exchange,
+  gather_exchange,
+  node_exchange,
+  push_exchange,
+  received,
+)
 from ultraep_jax.types import Array, AxisName, Routes
 
 
@@ -98,9 +105,12 @@ def cross(
 
   def portable() -> Crossing:
     num_tokens, top_k = routes.dest_TK.shape
+    sizes = num_tokens, top_k, lax.axis_size(axis_name)
     options: Any = {"placing": placing, "tunings": tunings}
-    if node_exchange.saves(num_tokens, top_k, lax.axis_size(axis_name), node_ranks):
+    if node_exchange.saves(*sizes, node_ranks):
       return node_exchange.cross(routes, round_index, capacity, axis_name, node_ranks, **options)
+    if gather_exchange.saves(*sizes) and received.fits(capacity, axis_name):
+      return gather_exchange.cross(routes, round_index, capacity, axis_name, **options)
     return block_exchange.cross(routes, round_index, capacity, axis_name, **options)
 
   candidates = {

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations
-from ultraep_jax.transport import block_exchange, wire
+from ultraep_jax.transport import block_exchange, received, wire
 from ultraep_jax.transport.block_exchange import BlockCrossing, Groups
 from ultraep_jax.types import Array, AxisName, Routes
 
@@ -107,8 +107,7 @@ def cross(
   rank_LR = np.arange(lax.axis_size(axis_name)).reshape(-1, node_ranks).tolist()
   nodes, lines = tuple(map(tuple, rank_LR)), tuple(zip(*rank_LR, strict=True))
   dest_XK, row_XK = (
-    _gather(array, axis_name, lines)
-    for array in block_exchange.of_round(routes, round_index, capacity)
+    _gather(array, axis_name, lines) for array in received.of_round(routes, round_index, capacity)
   )
   is_here_XK = (dest_XK >= 0) & (dest_XK // node_ranks == lax.axis_index(axis_name) // node_ranks)
   # Of the tokens of all nodes, each node computes an even share.

@@ -8,13 +8,11 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
-from ultraep_jax.transport import wire
+from ultraep_jax.transport import received, wire
 from ultraep_jax.types import Array, AxisName, Routes
 
 
@@ -55,7 +53,7 @@ class PushCrossing:
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """Sums at the rank of the rows, then at the token's."""
-    gate_GTK = None if gate_C is None else self._at_rows(gate_C)
+    gate_GTK = None if gate_C is None else received.at_rows(gate_C, self.received_GTK)
     return kernels.combine(
       rows_CD,
       gate_GTK,
@@ -68,22 +66,15 @@ class PushCrossing:
   @jax.named_scope("uep.dispatch")
   def spread(self, value_TK: Array) -> Array:
     """Rows that no token feeds are zero."""
-    value_GTK = lax.all_gather(value_TK, self.axis_name)
-    row_GTK = jnp.where(self.received_GTK < 0, self.capacity, self.received_GTK)
-    value_C = jnp.zeros(self.capacity, value_TK.dtype)
-    return value_C.at[row_GTK].set(value_GTK, mode="drop")
+    return received.spread(value_TK, self.received_GTK, self.capacity, self.axis_name)
 
   @jax.named_scope("uep.combine")
   def collect(self, value_C: Array) -> Array:
     """Every assignment has one row: the sum over ranks is its number."""
-    return lax.psum_scatter(self._at_rows(value_C), self.axis_name)
+    return received.collect(value_C, self.received_GTK, self.axis_name)
 
   def _tuning(self, operation: str, token_XD: Array) -> Any:
     return self.tunings.find(operation, token_XD.shape[1] * token_XD.dtype.itemsize)
-
-  def _at_rows(self, value_C: Array) -> Array:
-    value_GTK = value_C[jnp.maximum(self.received_GTK, 0)]
-    return jnp.where(self.received_GTK >= 0, value_GTK, 0)
 
 
 @jax.named_scope("uep.dispatch")
@@ -104,12 +95,8 @@ def cross(
   """
   kernels.check_mesh(axis_name)
   kernels.check_sizes(width, dtype)
-  if lax.axis_size(axis_name) * capacity > jnp.iinfo(jnp.int32).max:
+  if not received.fits(capacity, axis_name):
     raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")
-  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
-  dest_TK = jnp.where(active_TK, routes.dest_TK, -1)
-  row_TK = routes.row_TK % capacity
-  place_TK = jnp.where(active_TK, dest_TK * capacity + row_TK, -1)
-  local_GTK = lax.all_gather(place_TK, axis_name) - lax.axis_index(axis_name) * capacity
-  received_GTK = jnp.where((local_GTK >= 0) & (local_GTK < capacity), local_GTK, -1)
+  dest_TK, row_TK = received.of_round(routes, round_index, capacity)
+  received_GTK = received.rows(dest_TK, row_TK, capacity, axis_name)
   return PushCrossing(axis_name, capacity, dest_TK, row_TK, received_GTK, tunings)

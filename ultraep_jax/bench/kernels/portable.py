@@ -31,7 +31,7 @@ from ultraep_jax.planning.plan import home_quota, plan_quotas
 from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import positive
 from ultraep_jax.tools.errors import described
-from ultraep_jax.transport import block_exchange, replicate
+from ultraep_jax.transport import block_exchange, local_rows, replicate
 from ultraep_jax.types import Array, ExpertWeights, Plan, Routes
 
 AXIS = "expert"
@@ -168,7 +168,7 @@ def exchange_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
     """Every token to every rank; each picks what it needs."""
     row_AK = crossing_of(index_TK).row_AK
     x_AD = lax.all_gather(x_TD, AXIS, tiled=True)
-    source_C = block_exchange._feeding(row_AK, capacity)
+    source_C = local_rows.feeding(row_AK, capacity)
     return first(x_AD[source_C // top_k % x_AD.shape[0]])
 
   def one_row_an_assignment(x_TD: Array, index_TK: Array) -> Array:

@@ -1,0 +1,43 @@
+"""What a rank receives, where an ``all_gather`` tells every rank the rows of all assignments."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from ultraep_jax.types import Array, AxisName, Routes
+
+
+def of_round(routes: Routes, round_index: Array | int, capacity: int) -> tuple[Array, Array]:
+  """The ranks that compute assignments in a round, −1 if none, and their rows there, ``[T, K]``."""
+  active_TK = (routes.dest_TK >= 0) & (routes.row_TK // capacity == round_index)
+  return jnp.where(active_TK, routes.dest_TK, -1), routes.row_TK % capacity
+
+
+def fits(capacity: int, axis_name: AxisName) -> bool:
+  """Whether a row of any rank is one int32."""
+  return lax.axis_size(axis_name) * capacity <= jnp.iinfo(jnp.int32).max
+
+
+def rows(dest_TK: Array, row_TK: Array, capacity: int, axis_name: AxisName) -> Array:
+  """``[G, T, K]``, rows on this rank of the assignments of all ranks, −1 for other ranks' rows."""
+  place_TK = jnp.where(dest_TK >= 0, dest_TK * capacity + row_TK, -1)
+  local_GTK = lax.all_gather(place_TK, axis_name) - lax.axis_index(axis_name) * capacity
+  return jnp.where((local_GTK >= 0) & (local_GTK < capacity), local_GTK, -1)
+
+
+def spread(value_TK: Array, received_GTK: Array, capacity: int, axis_name: AxisName) -> Array:
+  """As ``exchange.Crossing.spread``. Rows that no token feeds are zero."""
+  value_GTK = lax.all_gather(value_TK, axis_name)
+  row_GTK = jnp.where(received_GTK < 0, capacity, received_GTK)
+  value_C = jnp.zeros(capacity, value_TK.dtype)
+  return value_C.at[row_GTK].set(value_GTK, mode="drop")
+
+
+def collect(value_C: Array, received_GTK: Array, axis_name: AxisName) -> Array:
+  """As ``exchange.Crossing.collect``: an assignment has one row, and the sum is its number."""
+  return lax.psum_scatter(at_rows(value_C, received_GTK), axis_name)
+
+
+def at_rows(value_C: Array, received_GTK: Array) -> Array:
+  """Numbers of rows at their assignments, zero at others."""
+  value_GTK = value_C[jnp.maximum(received_GTK, 0)]
+  return jnp.where(received_GTK >= 0, value_GTK, 0)
