@@ -50,7 +50,7 @@ class BalanceConfig:
       ``"auto"``: as JAX numbers them (``nodes.py``); ``doctor`` shows how.
     transfer: the trees that ``Plan.parent`` describes: ``"relay"`` (holders forward), ``"direct"``
       (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
-      egress). The portable implementation passes copies round a ring instead.
+      egress). The portable implementation lets homes send all copies.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
       ``None``: as ``device`` says for such weights.
     batch_invariant: a token's result does not depend on the other tokens of the batch, through

@@ -188,7 +188,7 @@ def _launch(
       *tiling.buffers(tiles, tuning),
       *([] if product is None else [_product_buffer(tiles, product, tuning)]),
     ],
-    kernel_name="dispatch",
+    kernel_name="dispatch" if axis_name else "place",
   )
   return [
     rows.reshape(capacity, *shape)

@@ -87,7 +87,7 @@ def test_only_tokens_cross_in_fp8_and_residuals_stay_in_the_compute_dtype():
   fp8, (residuals, grads) = layer_vjp(problem, whole)
 
   def crossings(jaxpr, dtype, width):
-    return len(re.findall(rf":{dtype}\[\d+,{width}\]\S* = all_to_all", str(jaxpr)))
+    return len(re.findall(rf":{dtype}\[\d+,{width}\]\S* = all_(?:gather|to_all)", str(jaxpr)))
 
   kinds = ("bf16", 136), ("f8_e4m3fn", 136), ("f32", 4)
   # Tokens, results, gradients of results and of tokens.

@@ -19,6 +19,7 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 GRAD_BYTES = 4  # of a weight's gradient from a copy
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
+_STEPS_PER_COPY = 1.6  # in plain JAX on more than two ranks, for each copy of the busiest rank
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -88,7 +89,7 @@ class LayerCost(NamedTuple):
 
 
 def layer_cost(
-  dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig
+  dtype: jnp.dtype, weights: ExpertWeights, capacity: int, config: BalanceConfig, domain: int = 2
 ) -> LayerCost:
   """What balancing a layer costs on the devices at hand, or as ``config.device`` describes.
 
@@ -97,6 +98,7 @@ def layer_cost(
     weights: for the shapes of an expert, ``[..., D, F]``.
     capacity: C, rows that a rank computes in one round.
     config: ``copy_rows``, ``device``, ``implementation`` and ``node_size`` are used.
+    domain: ranks that copies stay among.
   """
 
   def by_kernel(operation: str) -> bool:
@@ -111,6 +113,7 @@ def layer_cost(
     capacity,
     moving=by_kernel("replicate"),
     multiplying=by_kernel("matmul"),
+    domain=domain,
   )
   if config.copy_rows is None:
     return cost
@@ -125,6 +128,7 @@ def cost_on(
   *,
   moving: bool = True,
   multiplying: bool = True,
+  domain: int = 2,
 ) -> LayerCost:
   """What balancing a layer costs on such devices.
 
@@ -136,8 +140,10 @@ def cost_on(
     dtype: that the layer computes in.
     weights: for the shapes of an expert.
     capacity: C.
-    moving: copies move by kernels, else in plain JAX.
+    moving: copies move by kernels, else in plain JAX: in steps, in which ranks send over the same
+      distance, so that among more than two a step seldom serves all.
     multiplying: experts are multiplied by kernels.
+    domain: ranks that copies stay among.
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
@@ -146,10 +152,11 @@ def cost_on(
   shape = width, inner, "forward", weights.num_matrices
   matmuls = device.running(kernels=multiplying)
   links, size = device.running(kernels=moving), copy_bytes(dtype, weights)
+  steps = 1.0 if moving or domain <= 2 else _STEPS_PER_COPY
   beside = moving and multiplying  # else copies travel alone
   row, copy = row_seconds(matmuls, *shape), slot_seconds(matmuls, *shape)
   fixed_rows = round(device["balance_seconds"] / row)
-  copy += copy_seconds(links, size, beside=beside)
+  copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
 
   def rounded() -> PlanCost:
@@ -158,8 +165,9 @@ def cost_on(
   plan = rounded()
   shape, home = (width, inner, "backward", weights.num_matrices), weights.expert_size * GRAD_BYTES
   row += row_seconds(matmuls, *shape)
-  copy += slot_seconds(matmuls, *shape) + copy_seconds(links, size, "backward", beside=beside)
-  copy += (links["reduce_exposed"] if beside else 1.0) * home / links["reduce_rate"]
+  copy += slot_seconds(matmuls, *shape)
+  copy += steps * copy_seconds(links, size, "backward", beside=beside)
+  copy += steps * (links["reduce_exposed"] if beside else 1.0) * home / links["reduce_rate"]
   travelling += size / links["copy_rate"] + home / links["reduce_rate"]
   return LayerCost(plan, fixed_rows, rounded())
 

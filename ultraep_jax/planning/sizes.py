@@ -58,7 +58,7 @@ def settle(
   num_experts = weights.wo.shape[0] * num_ranks
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
   capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
-  cost = layer_cost(dtype, weights, capacity, config)
+  cost = layer_cost(dtype, weights, capacity, config, config.domain_of(num_ranks))
   plans = config.domain_of(num_ranks) > 1
   if config.strategy == "quota":
     plans &= cost.can_gain(

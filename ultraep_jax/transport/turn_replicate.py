@@ -40,9 +40,7 @@ def replicate[T](
   def step(i: Array, copies: list[Array]) -> list[Array]:
     this = steps.step(i)
     passed = steps.pass_on([leaf[this.expert] for leaf in homes], this, 1)
-    slot = jnp.where(this.slot < 0, num_slots, this.slot)
-    pairs = zip(copies, passed, strict=True)
-    return [leaf.at[slot].set(expert, mode="drop") for leaf, expert in pairs]
+    return [_set(*each, this.slot) for each in zip(copies, passed, strict=True)]
 
   return tree.unflatten(lax.fori_loop(jnp.int32(0), steps.count, step, copies))
 
@@ -52,7 +50,7 @@ class _Sums(NamedTuple):
 
   Attributes:
     total: ``[M, ...]`` each.
-    rest: what rounding left of each, where a total has less than float32; else ``None``.
+    rest: what rounding left of each; ``None`` where nothing is rounded, or once at most.
     begun_M: whether the rests of an expert are written.
   """
 
@@ -82,8 +80,11 @@ def reduce_replicas[T](
     passed = steps.pass_on([leaf[this.slot] for leaf in replicas], this, -1)
     return _add(sums, this.expert, passed)
 
+  # Of two ranks, an expert has one copy at most, and its sum is rounded once in any case.
   rests = [
-    None if leaf.dtype == jnp.float32 else _unwritten(leaf.shape, leaf.dtype, axes)
+    None
+    if leaf.dtype == jnp.float32 or steps.size <= 2
+    else _unwritten(leaf.shape, leaf.dtype, axes)
     for leaf in homes
   ]
   sums = _Sums(homes, rests, to_varying(jnp.zeros(num_home, jnp.bool_), axes))
@@ -92,20 +93,26 @@ def reduce_replicas[T](
 
 def _add(sums: _Sums, expert: Array, terms: Sequence[Array]) -> _Sums:
   """Adds gradients to those of an expert; to none if it is −1."""
-  wanted, expert = expert >= 0, jnp.maximum(expert, 0)
-  begun = sums.begun_M[expert]
+  wanted, index = expert >= 0, jnp.maximum(expert, 0)
+  begun = sums.begun_M[index]
   totals, rests = [], []
   for total, rest, term in zip(sums.total, sums.rest, terms, strict=True):
-    exact = total[expert].astype(jnp.float32) + term.astype(jnp.float32)
+    exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
     if rest is not None:
-      exact += jnp.where(begun, rest[expert].astype(jnp.float32), 0)
+      exact += jnp.where(begun, rest[index].astype(jnp.float32), 0)
     rounded = exact.astype(total.dtype)
-    totals.append(total.at[expert].set(jnp.where(wanted, rounded, total[expert])))
+    totals.append(_set(total, rounded, expert))
     if rest is not None:
-      left = (exact - rounded.astype(jnp.float32)).astype(rest.dtype)
-      rest = rest.at[expert].set(jnp.where(wanted, left, rest[expert]))
+      rest = _set(rest, (exact - rounded.astype(jnp.float32)).astype(rest.dtype), expert)
     rests.append(rest)
-  return _Sums(totals, rests, sums.begun_M.at[expert].set(begun | wanted))
+  return _Sums(totals, rests, sums.begun_M.at[index].set(begun | wanted))
+
+
+def _set(array: Array, value: Array, index: Array) -> Array:
+  """The array with this at an index of its first axis; as it is where the index is −1."""
+  wanted, index = index >= 0, jnp.maximum(index, 0)
+  kept = lax.dynamic_index_in_dim(array, index, keepdims=False)
+  return lax.dynamic_update_index_in_dim(array, jnp.where(wanted, value, kept), index, 0)
 
 
 def _unwritten(shape: tuple[int, ...], dtype: jnp.dtype, axes: frozenset[str]) -> Array:
