@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import callback, config, dispatch, source_info_util
+from jax._src import callback, config, dispatch, source_info_util, util
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas import primitives as pallas
-from jax._src.pallas.mosaic.interpret import utils
+from jax._src.pallas.mosaic.interpret import thread_map, utils
 from jax._src.pallas.mosaic_gpu import core as gpu
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import (
@@ -77,6 +77,7 @@ def interpreted(patience: float = 20.0) -> Iterator[None]:
 def install() -> None:
   """Patches the interpreter, once."""
   _patch_callbacks()
+  _patch_threads()
   _patch_devices()
   _patch_remote_references()
   _patch_semaphores()
@@ -121,6 +122,28 @@ def _patch_accesses() -> None:
 
   gpu_callbacks.call_get = unplaced(gpu_callbacks.call_get)
   gpu_callbacks.call_swap = unplaced(gpu_callbacks.call_swap)
+
+
+# --- threads ---------------------------------------------------------------------------------
+
+
+def _patch_threads() -> None:
+  """Compiles what warpgroups run once; JAX asks its caches for each warpgroup of each block."""
+  one_at_a_time = threading.Lock()
+
+  @util.cache(max_size=None, trace_context_in_key=False)  # ``jax.clear_caches`` empties it
+  def program_of(jaxpr: Any) -> list[Any]:
+    return []
+
+  def run(jaxpr: Any, consts: Any, *args: Any) -> None:
+    with one_at_a_time:
+      program = program_of(jaxpr)
+      if not program:
+        traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
+        program.append(traced.lower().compile())
+    program[0](consts, *args)
+
+  thread_map._run_jaxpr = run
 
 
 # --- devices ---------------------------------------------------------------------------------
