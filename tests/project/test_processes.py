@@ -5,6 +5,7 @@ import json
 import time
 
 import jax
+import kept_programs
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -20,6 +21,11 @@ def second_fails(args: argparse.Namespace) -> int:
     raise RuntimeError("planted")
   time.sleep(600)
   return 0
+
+
+def keeps_programs(args: argparse.Namespace) -> int:
+  kept_programs.keep_in_every_process()
+  return layer.run(args)
 
 
 @pytest.fixture
@@ -54,11 +60,12 @@ def test_processes_end_when_one_fails(capfd, one_device_each):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_bench_of_a_layer_in_two_processes(tmp_path, capfd, one_device_each):
+def test_bench_of_a_layer_in_two_processes(tmp_path, capfd, one_device_each, monkeypatch):
   """Of loads that only a plan that both agree on makes equal."""
   flags = "--shapes qwen3-235b --scale 128 --experts 8 --top-k 2 --tokens 64 --steps 2 --slots 4"
   flags += " --window 3 --calls 2 --repeats 2 --variants quota --ratios 1.7"
   flags += f" --passes forward --json {tmp_path / 'times.json'}"
+  monkeypatch.setattr(layer, "run", keeps_programs)  # here alone: the processes import it anew
   assert layer.main([*flags.split(), "--processes", "2"]) == 0
   results = json.loads((tmp_path / "times.json").read_text())
   assert results["device"] == "2 x cpu"
