@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
@@ -28,7 +29,6 @@ from pallas_kernels.warp.branches import one_if, when
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
 _ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # of bfloat16 units: 16 bytes a thread
-_LAST = jnp.iinfo(jnp.int32).max  # sorts behind all keys
 
 
 def reduce_replicas(
@@ -186,9 +186,11 @@ def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home
   size, num_sources = num_ranks * num_slots, num_home + num_slots
   tree = Trees.of(replica_expert_GS, parent_GS)
   mine_N = tree.filled_N & (tree.parent_N == rank)
-  source_N = tree.source(rank, num_home, num_slots)
-  feeds_QN = (jnp.arange(num_sources)[:, None] == source_N[None, :]) & mine_N[None, :]
-  children_Q = jnp.sum(feeds_QN, axis=1, dtype=jnp.int32)
+  slot_N, source_Q = (jnp.arange(n, dtype=jnp.int32) for n in (size, num_sources))
+  source_N = jnp.where(mine_N, tree.source(rank, num_home, num_slots), -1)
+  children_Q = jnp.sum(source_Q[:, None] == source_N[None, :], axis=1, dtype=jnp.int32)
+  earlier_NN = (source_N[None, :] == source_N[:, None]) & (slot_N[None, :] < slot_N[:, None])
+  earlier_N = jnp.sum(earlier_NN, axis=1, dtype=jnp.int32)  # of the same source
 
   def own(slots_N: Array, of_homes: int | bool) -> Array:
     """Per source: a value for all homes, this rank's part of ``slots_N`` for its slots."""
@@ -198,15 +200,23 @@ def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home
   used_Q = own(tree.filled_N, False) | (children_Q > 0)
   # Slots without children, then by falling depth, homes (one less than the first slots) last.
   turn_Q = jnp.where(children_Q > 0, num_ranks - own(tree.depth_N, -1), 0)
-  order_Q = jnp.argsort(jnp.where(used_Q, turn_Q, num_ranks + 2)).astype(jnp.int32)
-  place_N = jnp.argsort(order_Q).astype(jnp.int32)[source_N]
-  key_N = jnp.where(mine_N, place_N * size + jnp.arange(size, dtype=jnp.int32), _LAST)
-  child_N = jnp.sort(key_N) % size
-  source_Q = order_Q[: _num_nodes(num_ranks, num_slots, num_home)]
-  end_Q = jnp.cumsum(children_Q[source_Q], dtype=jnp.int32)
-  count = jnp.sum(used_Q, dtype=jnp.int32)
-  work = jnp.concatenate([count[None], source_Q, own(tree.parent_N, -1)[source_Q], end_Q, child_N])
-  return jnp.pad(work, (0, -work.size % 32))
+  key_Q = jnp.where(used_Q, turn_Q, num_ranks + 2) * num_sources + source_Q
+  before_QQ = key_Q[None, :] < key_Q[:, None]
+  fed_before_QQ = jnp.where(before_QQ, children_Q[None, :], 0)
+  place_Q, begin_Q = sum_lines(before_QQ.astype(jnp.int32), fed_before_QQ)
+
+  num_nodes = _num_nodes(num_ranks, num_slots, num_home)
+  length = _Fields.child(num_nodes, size)
+  length += -length % 32
+  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
+  field_LQ = jnp.where(field_L1 == _Fields.COUNT, used_Q.astype(jnp.int32)[None, :], 0)
+  columns = source_Q, own(tree.parent_N, -1), begin_Q + children_Q  # as of ``_Fields``
+  for column, value_Q in enumerate(columns):
+    here_Q = jnp.where(used_Q, _Fields.node(num_nodes, place_Q, column), -1)
+    field_LQ = jnp.where(field_L1 == here_Q[None, :], value_Q[None, :], field_LQ)
+  child_N = begin_Q[jnp.maximum(source_N, 0)] + earlier_N + _Fields.child(num_nodes, 0)
+  field_LN = jnp.where((field_L1 == child_N[None, :]) & mine_N[None, :], slot_N[None, :], 0)
+  return jnp.sum(jnp.concatenate([field_LQ, field_LN], axis=1), axis=1, dtype=jnp.int32)
 
 
 def _kernel(

@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
@@ -170,7 +172,7 @@ class _Fields:
   RELAYED_END, END, TURN_END = 2, 3, 4  # of the source's copies that are forwarded, of all; turn's
 
   @classmethod
-  def copy(cls, num_slots: int, index: Array, column: int) -> Array:
+  def copy(cls, num_slots: int, index: Any, column: int) -> Any:
     return cls.FILLED + num_slots + cls.COLUMNS * index + column
 
 
@@ -190,7 +192,8 @@ def _turns(
   if home_rows_G.dtype != jnp.int32:
     raise TypeError(f"home_rows_G: expected int32, got {home_rows_G.dtype}")
   # Rows in sixteenths: ranks of about as many rows take turns.
-  few_G = home_rows_G // (jnp.max(home_rows_G) // 16 + 1)
+  most_rows = functools.reduce(jnp.maximum, (home_rows_G[i] for i in range(num_ranks)))
+  few_G = home_rows_G // (most_rows // 16 + 1)
   place_N = jnp.tile(jnp.arange(num_slots, dtype=jnp.int32), num_ranks) * num_ranks
   place_N += jnp.repeat(few_G * size + jnp.arange(num_ranks, dtype=jnp.int32), num_slots)
   expert_N = replica_expert_GS.reshape(-1)
@@ -208,7 +211,7 @@ def _work_list(
 ) -> Array:
   """What one rank sends and awaits, a vector of int32 as ``_Fields`` describes it.
 
-  Axis N is all slots of all ranks. All is compares and sums, but for one sort.
+  Axis N is all slots of all ranks. All is compares and sums: nothing is sorted.
   """
   num_ranks, num_slots = replica_expert_GS.shape
   size, num_sources = num_ranks * num_slots, num_home + num_slots
@@ -218,30 +221,36 @@ def _work_list(
   source_N = tree.source(rank, num_home, num_slots)
   siblings_NN = (expert_N[:, None] == expert_N[None, :]) & (parent_N[:, None] == parent_N[None, :])
   relayed_N = jnp.any(siblings_NN & forwards_N[None, :], axis=1)
+  # Keys are of turns, in these of groups, which have a source, and in these of two halves.
   group_N = 2 * (turn_N * num_ranks + tree.depth_N) + (~relayed_N).astype(jnp.int32)
   group_N = group_N * num_sources + source_N
   key_N = (2 * group_N + (~forwards_N).astype(jnp.int32)) * size + slot_N
   mine_N = tree.filled_N & (parent_N == rank)
-  key_N = jnp.sort(jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max))
-  half_N = key_N // size
-  group_N = half_N // 2
-  turn_N = group_N // (2 * num_ranks * num_sources)
-
-  def ends(first_N: Array, key_N: Array) -> Array:
-    return jnp.sum(first_N[None, :] <= key_N[:, None], axis=1, dtype=jnp.int32)
-
-  columns = (
-    key_N % size,
-    group_N % num_sources,
-    ends(half_N, 2 * group_N),
-    ends(group_N, group_N),
-    ends(turn_N, turn_N),
+  key_N = jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max)
+  limits = (
+    key_N,
+    (2 * group_N + 1) * size,
+    (group_N + 1) * 2 * size,
+    (turn_N + 1) * (2 * num_ranks * num_sources * 2 * size),
   )
-  copies_N5 = jnp.stack(columns, axis=1)
-  filled_S = tree.filled_N.reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
-  count = jnp.sum(mine_N, dtype=jnp.int32)
-  work = jnp.concatenate([count[None], filled_S, copies_N5.reshape(-1)])
-  return jnp.pad(work, (0, -work.size % 32))
+  below_NN = (key_N[None, :] < limit_N[:, None] for limit_N in limits)
+  place_N, *ends = sum_lines(*(each_NN.astype(jnp.int32) for each_NN in below_NN))
+
+  length = -(-_Fields.copy(num_slots, size, 0) // 32) * 32
+  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
+  is_own_N = tree.filled_N & (lax.div(slot_N, jnp.int32(num_slots)) == rank)
+  own_N = jnp.where(is_own_N, _Fields.FILLED + slot_N - rank * num_slots, -1)
+  count_LN = (field_L1 == _Fields.COUNT) & mine_N[None, :]
+  work_LN = (count_LN | (field_L1 == own_N[None, :])).astype(jnp.int32)
+  # Fields of copies, by division.
+  field_of_copy_L = np.arange(length, dtype=np.int32) - _Fields.copy(num_slots, 0, 0)
+  copy_L1, column_L1 = (jnp.asarray(x)[:, None] for x in divmod(field_of_copy_L, _Fields.COLUMNS))
+  value_LN = jnp.broadcast_to(slot_N[None, :], work_LN.shape)
+  for column, value_N in enumerate((source_N, *ends), 1):
+    value_LN = jnp.where(column_L1 == column, value_N[None, :], value_LN)
+  place_N = jnp.where(mine_N, place_N, length)  # no copy's
+  work_LN = jnp.where(copy_L1 == place_N[None, :], value_LN, work_LN)
+  return jnp.sum(work_LN, axis=1, dtype=jnp.int32)
 
 
 def _kernel(
