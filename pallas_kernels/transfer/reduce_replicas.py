@@ -131,12 +131,7 @@ def reduction(
     operands=[work, *rows],
     updated=[home.reshape(home.shape[0], -1) for home in homes],
     out_type=[jax.ShapeDtypeStruct((tuning.num_workers, _INBOX, num_others, length), jnp.float32)],
-    scratch_types=[
-      plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, num_others)),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
-    ],
+    scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)] * 2,
     buffers=[plgpu.SMEM((tuning.workers, work.size), jnp.int32), buffer, buffer],
     body=functools.partial(
       _kernel,
@@ -149,6 +144,7 @@ def reduction(
     finish=finish,
     tuning=tuning,
     name="reduce_replicas",
+    semaphores=(tuning.num_workers, num_others + num_slots),
   )
 
 
@@ -224,7 +220,7 @@ def _kernel(
   result_refs: Sequence[Any],
   scratch_refs: Sequence[Any],
   buffer_refs: Sequence[Any],
-  _: Any,
+  semaphores: Any,
   *,
   tiles: Sequence[Tiles],
   num_home: int,
@@ -236,13 +232,15 @@ def _kernel(
   work_ref, *refs = operand_refs
   replica_refs, sum_refs = refs[:num_arrays], refs[num_arrays:]
   (inbox_ref,) = result_refs
-  own_loaded, sent_loaded, arrived, acknowledged, work_buffer, own_buffer, sent_buffer = (
+  own_loaded, sent_loaded, work_buffer, own_buffer, sent_buffer = (
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
   num_workers, worker = tuning.num_workers, tiling.worker_index(tuning)
   num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
   rank = peers.rank(axis_name)
   num_tiles = tiling.count(tiles, worker, num_workers)
+  # Arrivals of tiles of other ranks' slots, then acknowledgements of those of own slots.
+  signals, num_others = semaphores.at[worker], (lax.axis_size(axis_name) - 1) * num_slots
 
   def load(source: Any, target: Any, loaded: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -264,7 +262,7 @@ def _kernel(
     def _(index: Array) -> None:
       child = work_buffer[_Fields.child(num_nodes, index)]
       here = place(child, rank)
-      pl.semaphore_wait(arrived.at[here])
+      pl.semaphore_wait(signals.at[here])
       part = pl.ds(0, length)
       load(
         inbox_ref.at[worker, lax.rem(step, _INBOX), here, part], sent_buffer.at[part], sent_loaded
@@ -279,7 +277,7 @@ def _kernel(
       @when(step + _INBOX < num_tiles)
       def _() -> None:
         sender = lax.div(child, num_slots)
-        peers.signal(acknowledged.at[lax.rem(child, num_slots)], sender, axis_name)
+        peers.signal(signals.at[num_others + lax.rem(child, num_slots)], sender, axis_name)
 
   def send(step: Array, slot: Array, parent: Array, length: int) -> None:
     """Sends the own tile of a slot to the inbox of its parent."""
@@ -288,13 +286,13 @@ def _kernel(
 
     @when(step >= _INBOX)
     def _() -> None:
-      pl.semaphore_wait(acknowledged.at[slot])
+      pl.semaphore_wait(signals.at[num_others + slot])
 
     inbox = peers.remote_ref(inbox_ref, parent, axis_name)
     target = inbox.at[worker, lax.rem(step, _INBOX), there, part]
     plgpu.copy_smem_to_gmem(own_buffer.at[part], target)
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    peers.signal(arrived.at[there], parent, axis_name)
+    peers.signal(signals.at[there], parent, axis_name)
 
   def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""

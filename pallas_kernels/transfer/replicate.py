@@ -32,6 +32,7 @@ from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import when
 
 _BUFFERS = 2  # of a worker: one is loaded while the other one is read
+_ARRIVALS = 2  # lines of semaphores before those of workers
 # Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
 _TURN_BYTES = 16 * 2**20
 
@@ -134,10 +135,7 @@ def replication(
     operands=[work, *rows],
     updated=[],
     out_type=[jax.typeof(row).update(shape=(num_slots, *row.shape[1:])) for row in rows],
-    scratch_types=[
-      plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
-    ],
+    scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)],
     buffers=[
       plgpu.SMEM((tuning.workers, work.size), jnp.int32),
       *tiling.buffers(tiles, tuning, _BUFFERS),
@@ -153,7 +151,8 @@ def replication(
     finish=finish,
     tuning=tuning,
     name="replicate",
-    slots=num_slots,
+    semaphores=(_ARRIVALS + tuning.num_workers, num_slots),
+    watched=True,
   )
 
 
@@ -258,7 +257,7 @@ def _kernel(
   replica_refs: Sequence[Any],
   scratch_refs: Sequence[Any],
   buffer_refs: Sequence[Any],
-  arrivals: tiling.Arrivals,
+  semaphores: Any,
   *,
   tiles: Sequence[Tiles],
   num_home: int,
@@ -267,10 +266,11 @@ def _kernel(
   tuning: TransferTuning,
 ) -> None:
   work_ref, *home_refs = operand_refs
-  all_loaded, all_landed = scratch_refs  # the latter counts tiles that are to be forwarded
-  all_works, *buffer_refs = buffer_refs
-  worker = lax.axis_index(tiling.WORKER_AXIS)
-  loaded, landed = all_loaded.at[worker], all_landed.at[worker]
+  (all_loaded,), (all_works, *buffer_refs) = scratch_refs, buffer_refs
+  worker, arrivals = lax.axis_index(tiling.WORKER_AXIS), tiling.Arrivals(semaphores, tuning)
+  loaded = all_loaded.at[worker]
+  # Counts tiles that are to be forwarded.
+  landed = semaphores.at[_ARRIVALS + tiling.worker_index(tuning)]
 
   def load(source: Any, target: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
