@@ -298,12 +298,6 @@ def home_first(
   return lax.select(is_home, home[0], first + row), lax.select(is_home, home[1], col)
 
 
-def sum_before(x_N: Array) -> Array:
-  """The sum of all before each. A masked sum fuses with what surrounds it; a scan does not."""
-  i_N = jnp.arange(x_N.shape[0], dtype=jnp.int32)
-  return jnp.sum(jnp.where(i_N[None, :] < i_N[:, None], x_N[None, :], 0), axis=1, dtype=jnp.int32)
-
-
 def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
   if x.shape != shape:
     raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")

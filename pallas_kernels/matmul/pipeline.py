@@ -276,9 +276,11 @@ def launch(
     if not beside:
       body(inputs, outs, views, *barriers)
       return
-    block, arrivals = lax.axis_index(_BLOCK_AXIS), ride.arrivals()
+    block, semaphores = lax.axis_index(_BLOCK_AXIS), ride.semaphore_refs()
+    arrivals = tiles.Arrivals(semaphores, ride.tuning)
     brought = (ride_outs, arrivals) if reads_beside else ()
-    when(block < riding)(lambda: ride.body(ride_inputs, ride_outs, ride_scratch, buffers, arrivals))
+    ride_refs = ride_inputs, ride_outs, ride_scratch, buffers, semaphores
+    when(block < riding)(lambda: ride.body(*ride_refs))
     when(block >= riding)(lambda: body(inputs, outs, views, *barriers, *brought))
 
   results = launch_kernel(
@@ -318,4 +320,6 @@ def launch(
   return results[: len(out_type)], ride.finish(results[len(out_type) :])
 
 
-_NO_TRANSFER = Transfer((), (), (), (), (), lambda *_: None, lambda _: None, TransferTuning(), "")
+_NO_TRANSFER = Transfer(
+  (), (), (), (), (), lambda *_: None, lambda _: None, TransferTuning(), "", (0, 0)
+)

@@ -13,9 +13,14 @@ The same groups in even tiles of at most 192 rows::
   slot 3   rows 390–517; 122 are stored
 """
 
-import jax.numpy as jnp
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from pallas_kernels.matmul.layout import EVEN_SIZES, UNIT, sum_before
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.matmul.layout import EVEN_SIZES, UNIT
+from pallas_kernels.sums import sum_lines, sums_before
 from pallas_kernels.support import Array
 
 _SMALL_GROUP = 320  # the weights of fewer rows take an H100 as long to read twice as to multiply
@@ -42,35 +47,72 @@ def row_tiles(
     ``[5, T]`` int32: slot, first row, rows to store; in the last two lines the number of tiles, and
     of those of home slots, which come first unless short ones are last.
   """
-  num_slots = group_size_P.shape[0]
-  start_P = sum_before(group_size_P)
-  end_P = start_P + group_size_P
-  left_P = group_size_P % tile_rows
+  left_P = lax.rem(group_size_P, jnp.int32(tile_rows))
   # A whole tile moved up is as good as one of the same size at the end.
-  rounded_P = -(-left_P // UNIT) * UNIT
+  rounded_P = _parts(left_P, UNIT) * UNIT
   short_P = ((left_P > 0) & (rounded_P < tile_rows)).astype(jnp.int32)
-  tiles = [-(-group_size_P // tile_rows) - short_P, short_P]
-  tiles_Q = jnp.concatenate(tiles) if short_last else jnp.stack(tiles, axis=1).reshape(-1)
-  before_Q = sum_before(tiles_Q)
-  tile_T = jnp.arange(capacity // tile_rows + num_slots, dtype=jnp.int32)
-  # Along the last axis: XLA makes one kernel of such a sum, and two of one along the first.
-  q_T = jnp.sum((before_Q + tiles_Q)[None, :] <= tile_T[:, None], axis=1, dtype=jnp.int32)
-  q_T = jnp.minimum(q_T, 2 * num_slots - 1)
-  slot_T = q_T % num_slots if short_last else q_T // 2
-  whole_T = q_T < num_slots if short_last else q_T % 2 == 0
-  rows_T = jnp.where(whole_T, tile_rows, rounded_P[slot_T])
-  first_T = start_P[slot_T] + (tile_T - before_Q[q_T]) * tile_rows
-  # Short tiles are counted apart from the whole ones before them: they end with their group.
-  first_T = jnp.where(whole_T, first_T, end_P[slot_T])
-  first_T = jnp.maximum(jnp.minimum(first_T, end_P[slot_T] - rows_T), start_P[slot_T])
-  stored_T = jnp.minimum(group_size_P[slot_T], rows_T)
-  tiles_P = tiles[0] + tiles[1]
-  return jnp.stack([slot_T, first_T, stored_T, *_counts(tiles_P, num_home, tile_T)])
+  whole_P = _parts(group_size_P, tile_rows) - short_P
+  if short_last:
+    start_E, whole_E, short_E = sums_before(group_size_P, whole_P, short_P)
+    short_E += whole_E[-1]
+    begins, ends = (whole_E[:-1], short_E[:-1]), (whole_E[1:], short_E[1:])
+  else:
+    start_E, both_E = sums_before(group_size_P, whole_P + short_P)
+    border_P = both_E[1:] - short_P
+    begins, ends = (both_E[:-1], border_P), (border_P, both_E[1:])
+  start_P, end_P = start_E[:-1], start_E[1:]
+
+  def whole(tile_T1: Array) -> Array:
+    first_TP = start_P[None, :] + (tile_T1 - begins[0][None, :]) * tile_rows
+    return jnp.minimum(first_TP, (end_P - tile_rows)[None, :])
+
+  kinds = [
+    _Kind(begins[0], ends[0], jnp.full_like(start_P, tile_rows), whole),
+    _Kind(begins[1], ends[1], rounded_P, lambda _: (end_P - rounded_P)[None, :]),
+  ]
+  num_tiles = capacity // tile_rows + group_size_P.shape[0]
+  return _table(num_tiles, group_size_P, start_P, num_home, kinds)
 
 
-def _counts(tiles_P: Array, num_home: int, tile_T: Array) -> list[Array]:
-  counts = (jnp.sum(tiles, dtype=jnp.int32) for tiles in (tiles_P, tiles_P[:num_home]))
-  return [jnp.broadcast_to(count, tile_T.shape) for count in counts]
+class _Kind(NamedTuple):
+  """Tiles of one kind, some of each slot that follow each other in the table.
+
+  Attributes:
+    begin_P: where those of a slot begin in the table.
+    end_P: where they end.
+    rows_P: of each.
+    first: from ``[T, 1]``, places in the table, to the tiles' first rows, ``[T, P]`` or
+      ``[1, P]``; before the slot's own if that has fewer rows than a tile.
+  """
+
+  begin_P: Array
+  end_P: Array
+  rows_P: Array
+  first: Callable[[Array], Array]
+
+
+def _table(
+  num_tiles: int, group_size_P: Array, start_P: Array, num_home: int, kinds: Sequence[_Kind]
+) -> Array:
+  """``[5, T]``, as ``row_tiles`` returns it, of the tiles of all kinds."""
+  slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
+  tile_T1 = jnp.arange(num_tiles, dtype=jnp.int32)[:, None]
+  lines_TP = [jnp.zeros((num_tiles, slot_P.size), jnp.int32)] * 3
+  for kind in kinds:
+    mine_TP = (tile_T1 >= kind.begin_P[None, :]) & (tile_T1 < kind.end_P[None, :])
+    first_TP = jnp.maximum(kind.first(tile_T1), start_P[None, :])
+    stored_P = jnp.minimum(group_size_P, kind.rows_P)
+    values = slot_P[None, :], first_TP, stored_P[None, :]
+    lines_TP = [jnp.where(mine_TP, *each) for each in zip(values, lines_TP, strict=True)]
+  tiles_P = sum(kind.end_P - kind.begin_P for kind in kinds)
+  for counted_P in (tiles_P, jnp.where(slot_P < num_home, tiles_P, 0)):
+    lines_TP.append(jnp.broadcast_to(counted_P, lines_TP[0].shape))
+  return sum_lines(*lines_TP)
+
+
+def _parts(rows_P: Array, size: int) -> Array:
+  """Of so many rows, that hold all."""
+  return lax.div(rows_P + (size - 1), jnp.int32(size))
 
 
 def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
@@ -94,20 +136,20 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
   That is the least of ``EVEN_SIZES`` that is enough. The last tile ends with its group, so it may
   begin inside the one before.
   """
-  most, num_slots = EVEN_SIZES[-1], group_size_P.shape[0]
-  start_P = sum_before(group_size_P)
-  tiles_P = -(-group_size_P // most)
-  least_P = -(-group_size_P // jnp.maximum(tiles_P, 1))
-  sizes = jnp.array(EVEN_SIZES, jnp.int32)
-  rows_P = jnp.min(jnp.where(sizes[None, :] >= least_P[:, None], sizes[None, :], most), axis=1)
+  start_E, tiles_E = sums_before(group_size_P, _parts(group_size_P, EVEN_SIZES[-1]))
+  start_P, begin_P, end_P = start_E[:-1], tiles_E[:-1], tiles_E[1:]
+  rows_P = jnp.full_like(start_P, EVEN_SIZES[-1])
+  for size in reversed(EVEN_SIZES):
+    rows_P = jnp.where(group_size_P <= size * (end_P - begin_P), size, rows_P)
   stored_P = jnp.minimum(rows_P, group_size_P)
-  before_P = sum_before(tiles_P)
-  tile_T = jnp.arange(capacity // most + num_slots, dtype=jnp.int32)
-  ended_TP = (before_P + tiles_P)[None, :] <= tile_T[:, None]
-  slot_T = jnp.minimum(jnp.sum(ended_TP, axis=1, dtype=jnp.int32), num_slots - 1)
-  first_T = (tile_T - before_P[slot_T]) * stored_P[slot_T]
-  first_T = start_P[slot_T] + jnp.minimum(first_T, (group_size_P - stored_P)[slot_T])
-  return jnp.stack([slot_T, first_T, stored_P[slot_T], *_counts(tiles_P, num_home, tile_T)])
+
+  def first(tile_T1: Array) -> Array:
+    first_TP = (tile_T1 - begin_P[None, :]) * stored_P[None, :]
+    return start_P[None, :] + jnp.minimum(first_TP, (group_size_P - stored_P)[None, :])
+
+  num_tiles = capacity // EVEN_SIZES[-1] + group_size_P.shape[0]
+  kinds = [_Kind(begin_P, end_P, rows_P, first)]
+  return _table(num_tiles, group_size_P, start_P, num_home, kinds)
 
 
 def even_tiles_pay(capacity: int, num_slots: int) -> bool:

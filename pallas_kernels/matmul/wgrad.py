@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.matmul import layout, pipeline
 from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import when
@@ -160,27 +161,24 @@ def inner_steps(
     ``[5, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
     the group, rows up to the group's end, and in the last line the number of slots to compute.
   """
-  start_P = layout.sum_before(group_size_P)
-  before_P = start_P % _ALIGNED
-  lines_3P = jnp.stack([start_P - before_P, before_P, before_P + group_size_P])
+  slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
   some_P = jnp.ones(group_size_P.shape, bool)
   home_M = (group_size_P > 0 if adds else some_P)[:num_home]
   filled_P = jnp.concatenate([home_M, some_P[num_home:] if filled_S is None else filled_S])
-  count_P = jnp.broadcast_to(jnp.sum(filled_P, dtype=jnp.int32), group_size_P.shape)
-  table_4P = _largest_first(jnp.where(filled_P, group_size_P, -1), lines_3P)
-  return jnp.concatenate([table_4P, count_P[None]])
-
-
-def _largest_first(group_size_P: Array, lines_XP: Array) -> Array:
-  """The slots by size, and these lines in that order, ``[1 + X, P]``."""
-  slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
-  larger_PP = group_size_P[:, None] > group_size_P[None, :]
-  equal_PP = group_size_P[:, None] == group_size_P[None, :]
-  earlier_PP = slot_P[:, None] < slot_P[None, :]
-  rank_P = jnp.sum(larger_PP | (equal_PP & earlier_PP), axis=0, dtype=jnp.int32)
-  lines_XP = jnp.concatenate([slot_P[None], lines_XP])
-  ranked_PP = rank_P[None, :] == slot_P[:, None]
-  return jnp.sum(jnp.where(ranked_PP[None], lines_XP[:, None, :], 0), axis=2, dtype=jnp.int32)
+  size_P = jnp.where(filled_P, group_size_P, -1)
+  size_P1, slot_P1 = size_P[:, None], slot_P[:, None]
+  earlier_PP = slot_P[None, :] < slot_P1
+  larger_PP = (size_P[None, :] > size_P1) | ((size_P[None, :] == size_P1) & earlier_PP)
+  start_P, rank_P = sum_lines(
+    jnp.where(earlier_PP, group_size_P[None, :], 0), larger_PP.astype(jnp.int32)
+  )
+  before_P = lax.rem(start_P, jnp.int32(_ALIGNED))
+  ranked_PP = rank_P[None, :] == slot_P1
+  lines = slot_P, start_P - before_P, before_P, before_P + group_size_P
+  return sum_lines(
+    *(jnp.where(ranked_PP, line_P[None, :], 0) for line_P in lines),
+    jnp.broadcast_to(filled_P[None, :].astype(jnp.int32), ranked_PP.shape),
+  )
 
 
 def _body(

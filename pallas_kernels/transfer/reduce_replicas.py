@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
@@ -28,7 +29,6 @@ from pallas_kernels.warp.branches import one_if, when
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
 _ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # of bfloat16 units: 16 bytes a thread
-_LAST = jnp.iinfo(jnp.int32).max  # sorts behind all keys
 
 
 def reduce_replicas(
@@ -131,12 +131,7 @@ def reduction(
     operands=[work, *rows],
     updated=[home.reshape(home.shape[0], -1) for home in homes],
     out_type=[jax.ShapeDtypeStruct((tuning.num_workers, _INBOX, num_others, length), jnp.float32)],
-    scratch_types=[
-      plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, num_others)),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
-    ],
+    scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)] * 2,
     buffers=[plgpu.SMEM((tuning.workers, work.size), jnp.int32), buffer, buffer],
     body=functools.partial(
       _kernel,
@@ -149,6 +144,7 @@ def reduction(
     finish=finish,
     tuning=tuning,
     name="reduce_replicas",
+    semaphores=(tuning.num_workers, num_others + num_slots),
   )
 
 
@@ -186,9 +182,11 @@ def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home
   size, num_sources = num_ranks * num_slots, num_home + num_slots
   tree = Trees.of(replica_expert_GS, parent_GS)
   mine_N = tree.filled_N & (tree.parent_N == rank)
-  source_N = tree.source(rank, num_home, num_slots)
-  feeds_QN = (jnp.arange(num_sources)[:, None] == source_N[None, :]) & mine_N[None, :]
-  children_Q = jnp.sum(feeds_QN, axis=1, dtype=jnp.int32)
+  slot_N, source_Q = (jnp.arange(n, dtype=jnp.int32) for n in (size, num_sources))
+  source_N = jnp.where(mine_N, tree.source(rank, num_home, num_slots), -1)
+  children_Q = jnp.sum(source_Q[:, None] == source_N[None, :], axis=1, dtype=jnp.int32)
+  earlier_NN = (source_N[None, :] == source_N[:, None]) & (slot_N[None, :] < slot_N[:, None])
+  earlier_N = jnp.sum(earlier_NN, axis=1, dtype=jnp.int32)  # of the same source
 
   def own(slots_N: Array, of_homes: int | bool) -> Array:
     """Per source: a value for all homes, this rank's part of ``slots_N`` for its slots."""
@@ -198,15 +196,23 @@ def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home
   used_Q = own(tree.filled_N, False) | (children_Q > 0)
   # Slots without children, then by falling depth, homes (one less than the first slots) last.
   turn_Q = jnp.where(children_Q > 0, num_ranks - own(tree.depth_N, -1), 0)
-  order_Q = jnp.argsort(jnp.where(used_Q, turn_Q, num_ranks + 2)).astype(jnp.int32)
-  place_N = jnp.argsort(order_Q).astype(jnp.int32)[source_N]
-  key_N = jnp.where(mine_N, place_N * size + jnp.arange(size, dtype=jnp.int32), _LAST)
-  child_N = jnp.sort(key_N) % size
-  source_Q = order_Q[: _num_nodes(num_ranks, num_slots, num_home)]
-  end_Q = jnp.cumsum(children_Q[source_Q], dtype=jnp.int32)
-  count = jnp.sum(used_Q, dtype=jnp.int32)
-  work = jnp.concatenate([count[None], source_Q, own(tree.parent_N, -1)[source_Q], end_Q, child_N])
-  return jnp.pad(work, (0, -work.size % 32))
+  key_Q = jnp.where(used_Q, turn_Q, num_ranks + 2) * num_sources + source_Q
+  before_QQ = key_Q[None, :] < key_Q[:, None]
+  fed_before_QQ = jnp.where(before_QQ, children_Q[None, :], 0)
+  place_Q, begin_Q = sum_lines(before_QQ.astype(jnp.int32), fed_before_QQ)
+
+  num_nodes = _num_nodes(num_ranks, num_slots, num_home)
+  length = _Fields.child(num_nodes, size)
+  length += -length % 32
+  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
+  field_LQ = jnp.where(field_L1 == _Fields.COUNT, used_Q.astype(jnp.int32)[None, :], 0)
+  columns = source_Q, own(tree.parent_N, -1), begin_Q + children_Q  # as of ``_Fields``
+  for column, value_Q in enumerate(columns):
+    here_Q = jnp.where(used_Q, _Fields.node(num_nodes, place_Q, column), -1)
+    field_LQ = jnp.where(field_L1 == here_Q[None, :], value_Q[None, :], field_LQ)
+  child_N = begin_Q[jnp.maximum(source_N, 0)] + earlier_N + _Fields.child(num_nodes, 0)
+  field_LN = jnp.where((field_L1 == child_N[None, :]) & mine_N[None, :], slot_N[None, :], 0)
+  return jnp.sum(jnp.concatenate([field_LQ, field_LN], axis=1), axis=1, dtype=jnp.int32)
 
 
 def _kernel(
@@ -214,7 +220,7 @@ def _kernel(
   result_refs: Sequence[Any],
   scratch_refs: Sequence[Any],
   buffer_refs: Sequence[Any],
-  _: Any,
+  semaphores: Any,
   *,
   tiles: Sequence[Tiles],
   num_home: int,
@@ -226,13 +232,15 @@ def _kernel(
   work_ref, *refs = operand_refs
   replica_refs, sum_refs = refs[:num_arrays], refs[num_arrays:]
   (inbox_ref,) = result_refs
-  own_loaded, sent_loaded, arrived, acknowledged, work_buffer, own_buffer, sent_buffer = (
+  own_loaded, sent_loaded, work_buffer, own_buffer, sent_buffer = (
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
   num_workers, worker = tuning.num_workers, tiling.worker_index(tuning)
   num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
   rank = peers.rank(axis_name)
   num_tiles = tiling.count(tiles, worker, num_workers)
+  # Arrivals of tiles of other ranks' slots, then acknowledgements of those of own slots.
+  signals, num_others = semaphores.at[worker], (lax.axis_size(axis_name) - 1) * num_slots
 
   def load(source: Any, target: Any, loaded: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -254,7 +262,7 @@ def _kernel(
     def _(index: Array) -> None:
       child = work_buffer[_Fields.child(num_nodes, index)]
       here = place(child, rank)
-      pl.semaphore_wait(arrived.at[here])
+      pl.semaphore_wait(signals.at[here])
       part = pl.ds(0, length)
       load(
         inbox_ref.at[worker, lax.rem(step, _INBOX), here, part], sent_buffer.at[part], sent_loaded
@@ -269,7 +277,7 @@ def _kernel(
       @when(step + _INBOX < num_tiles)
       def _() -> None:
         sender = lax.div(child, num_slots)
-        peers.signal(acknowledged.at[lax.rem(child, num_slots)], sender, axis_name)
+        peers.signal(signals.at[num_others + lax.rem(child, num_slots)], sender, axis_name)
 
   def send(step: Array, slot: Array, parent: Array, length: int) -> None:
     """Sends the own tile of a slot to the inbox of its parent."""
@@ -278,13 +286,13 @@ def _kernel(
 
     @when(step >= _INBOX)
     def _() -> None:
-      pl.semaphore_wait(acknowledged.at[slot])
+      pl.semaphore_wait(signals.at[num_others + slot])
 
     inbox = peers.remote_ref(inbox_ref, parent, axis_name)
     target = inbox.at[worker, lax.rem(step, _INBOX), there, part]
     plgpu.copy_smem_to_gmem(own_buffer.at[part], target)
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    peers.signal(arrived.at[there], parent, axis_name)
+    peers.signal(signals.at[there], parent, axis_name)
 
   def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""

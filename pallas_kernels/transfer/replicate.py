@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
@@ -30,6 +32,7 @@ from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import when
 
 _BUFFERS = 2  # of a worker: one is loaded while the other one is read
+_ARRIVALS = 2  # lines of semaphores before those of workers
 # Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
 _TURN_BYTES = 16 * 2**20
 
@@ -132,10 +135,7 @@ def replication(
     operands=[work, *rows],
     updated=[],
     out_type=[jax.typeof(row).update(shape=(num_slots, *row.shape[1:])) for row in rows],
-    scratch_types=[
-      plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, num_slots)),
-    ],
+    scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)],
     buffers=[
       plgpu.SMEM((tuning.workers, work.size), jnp.int32),
       *tiling.buffers(tiles, tuning, _BUFFERS),
@@ -151,7 +151,8 @@ def replication(
     finish=finish,
     tuning=tuning,
     name="replicate",
-    slots=num_slots,
+    semaphores=(_ARRIVALS + tuning.num_workers, num_slots),
+    watched=True,
   )
 
 
@@ -170,7 +171,7 @@ class _Fields:
   RELAYED_END, END, TURN_END = 2, 3, 4  # of the source's copies that are forwarded, of all; turn's
 
   @classmethod
-  def copy(cls, num_slots: int, index: Array, column: int) -> Array:
+  def copy(cls, num_slots: int, index: Any, column: int) -> Any:
     return cls.FILLED + num_slots + cls.COLUMNS * index + column
 
 
@@ -190,7 +191,8 @@ def _turns(
   if home_rows_G.dtype != jnp.int32:
     raise TypeError(f"home_rows_G: expected int32, got {home_rows_G.dtype}")
   # Rows in sixteenths: ranks of about as many rows take turns.
-  few_G = home_rows_G // (jnp.max(home_rows_G) // 16 + 1)
+  most_rows = functools.reduce(jnp.maximum, (home_rows_G[i] for i in range(num_ranks)))
+  few_G = home_rows_G // (most_rows // 16 + 1)
   place_N = jnp.tile(jnp.arange(num_slots, dtype=jnp.int32), num_ranks) * num_ranks
   place_N += jnp.repeat(few_G * size + jnp.arange(num_ranks, dtype=jnp.int32), num_slots)
   expert_N = replica_expert_GS.reshape(-1)
@@ -208,7 +210,7 @@ def _work_list(
 ) -> Array:
   """What one rank sends and awaits, a vector of int32 as ``_Fields`` describes it.
 
-  Axis N is all slots of all ranks. All is compares and sums, but for one sort.
+  Axis N is all slots of all ranks. All is compares and sums: nothing is sorted.
   """
   num_ranks, num_slots = replica_expert_GS.shape
   size, num_sources = num_ranks * num_slots, num_home + num_slots
@@ -218,30 +220,36 @@ def _work_list(
   source_N = tree.source(rank, num_home, num_slots)
   siblings_NN = (expert_N[:, None] == expert_N[None, :]) & (parent_N[:, None] == parent_N[None, :])
   relayed_N = jnp.any(siblings_NN & forwards_N[None, :], axis=1)
+  # Keys are of turns, in these of groups, which have a source, and in these of two halves.
   group_N = 2 * (turn_N * num_ranks + tree.depth_N) + (~relayed_N).astype(jnp.int32)
   group_N = group_N * num_sources + source_N
   key_N = (2 * group_N + (~forwards_N).astype(jnp.int32)) * size + slot_N
   mine_N = tree.filled_N & (parent_N == rank)
-  key_N = jnp.sort(jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max))
-  half_N = key_N // size
-  group_N = half_N // 2
-  turn_N = group_N // (2 * num_ranks * num_sources)
-
-  def ends(first_N: Array, key_N: Array) -> Array:
-    return jnp.sum(first_N[None, :] <= key_N[:, None], axis=1, dtype=jnp.int32)
-
-  columns = (
-    key_N % size,
-    group_N % num_sources,
-    ends(half_N, 2 * group_N),
-    ends(group_N, group_N),
-    ends(turn_N, turn_N),
+  key_N = jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max)
+  limits = (
+    key_N,
+    (2 * group_N + 1) * size,
+    (group_N + 1) * 2 * size,
+    (turn_N + 1) * (2 * num_ranks * num_sources * 2 * size),
   )
-  copies_N5 = jnp.stack(columns, axis=1)
-  filled_S = tree.filled_N.reshape(num_ranks, num_slots)[rank].astype(jnp.int32)
-  count = jnp.sum(mine_N, dtype=jnp.int32)
-  work = jnp.concatenate([count[None], filled_S, copies_N5.reshape(-1)])
-  return jnp.pad(work, (0, -work.size % 32))
+  below_NN = (key_N[None, :] < limit_N[:, None] for limit_N in limits)
+  place_N, *ends = sum_lines(*(each_NN.astype(jnp.int32) for each_NN in below_NN))
+
+  length = -(-_Fields.copy(num_slots, size, 0) // 32) * 32
+  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
+  is_own_N = tree.filled_N & (lax.div(slot_N, jnp.int32(num_slots)) == rank)
+  own_N = jnp.where(is_own_N, _Fields.FILLED + slot_N - rank * num_slots, -1)
+  count_LN = (field_L1 == _Fields.COUNT) & mine_N[None, :]
+  work_LN = (count_LN | (field_L1 == own_N[None, :])).astype(jnp.int32)
+  # Fields of copies, by division.
+  field_of_copy_L = np.arange(length, dtype=np.int32) - _Fields.copy(num_slots, 0, 0)
+  copy_L1, column_L1 = (jnp.asarray(x)[:, None] for x in divmod(field_of_copy_L, _Fields.COLUMNS))
+  value_LN = jnp.broadcast_to(slot_N[None, :], work_LN.shape)
+  for column, value_N in enumerate((source_N, *ends), 1):
+    value_LN = jnp.where(column_L1 == column, value_N[None, :], value_LN)
+  place_N = jnp.where(mine_N, place_N, length)  # no copy's
+  work_LN = jnp.where(copy_L1 == place_N[None, :], value_LN, work_LN)
+  return jnp.sum(work_LN, axis=1, dtype=jnp.int32)
 
 
 def _kernel(
@@ -249,7 +257,7 @@ def _kernel(
   replica_refs: Sequence[Any],
   scratch_refs: Sequence[Any],
   buffer_refs: Sequence[Any],
-  arrivals: tiling.Arrivals,
+  semaphores: Any,
   *,
   tiles: Sequence[Tiles],
   num_home: int,
@@ -258,10 +266,11 @@ def _kernel(
   tuning: TransferTuning,
 ) -> None:
   work_ref, *home_refs = operand_refs
-  all_loaded, all_landed = scratch_refs  # the latter counts tiles that are to be forwarded
-  all_works, *buffer_refs = buffer_refs
-  worker = lax.axis_index(tiling.WORKER_AXIS)
-  loaded, landed = all_loaded.at[worker], all_landed.at[worker]
+  (all_loaded,), (all_works, *buffer_refs) = scratch_refs, buffer_refs
+  worker, arrivals = lax.axis_index(tiling.WORKER_AXIS), tiling.Arrivals(semaphores, tuning)
+  loaded = all_loaded.at[worker]
+  # Counts tiles that are to be forwarded.
+  landed = semaphores.at[_ARRIVALS + tiling.worker_index(tuning)]
 
   def load(source: Any, target: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)

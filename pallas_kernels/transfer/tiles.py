@@ -184,7 +184,7 @@ class Arrivals:
   each of their tiles: to wait for another GPU takes 3 µs, even if all is there.
 
   Attributes:
-    semaphores: ``[2, S]``, counts of workers, and one for each slot that is complete.
+    semaphores: ``[2 or more, S]``, counts of workers, and one for each slot that is complete.
     tuning: of the transfer.
   """
 
@@ -217,15 +217,16 @@ class Transfer:
     operands: arrays.
     updated: arrays that it changes in place.
     out_type: of the results.
-    scratch_types: barriers and semaphores.
+    scratch_types: barriers.
     buffers: shared memory; blocks that run something else use theirs for that.
     body: called with references to operands and updated arrays, results, scratch and buffers, and
-      with the slots' arrivals.
+      to the semaphores.
     finish: from the kernel's results and updated arrays to what the caller wants.
     tuning: its blocks and workers, placed.
     name: of the kernel, when alone.
-    slots: that it fills. The kernel has semaphores for each (``Arrivals``), and a block more, which
-      watches them.
+    semaphores: their shape. All blocks share them: XLA clears them before the kernel, and those of
+      each block would be as many times more as the matmul beside has blocks.
+    watched: whether the first are those of slots (``Arrivals``), which a block more watches.
   """
 
   operands: Sequence[Array]
@@ -237,18 +238,17 @@ class Transfer:
   finish: Callable[[Sequence[Array]], Any]
   tuning: TransferTuning
   name: str
-  slots: int = 0
+  semaphores: tuple[int, int]
+  watched: bool = False
 
   @property
   def blocks(self) -> int:
     """Of the kernel, or of its first ones."""
-    return self.tuning.num_blocks + bool(self.slots)
+    return self.tuning.num_blocks + self.watched
 
-  def arrivals(self) -> "Arrivals | None":
-    """Of the slots, if there are any (inside a kernel)."""
-    if not self.slots:
-      return None
-    return Arrivals(pl.get_global(plgpu.SemaphoreType.REGULAR((2, self.slots))), self.tuning)
+  def semaphore_refs(self) -> Any:
+    """References to the semaphores (inside a kernel)."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR(self.semaphores))
 
   def launch(self) -> Any:
     """Runs it in a kernel of its own."""
@@ -256,7 +256,7 @@ class Transfer:
     counts = [given, len(self.out_type), len(self.scratch_types)]
 
     def body(*refs: Any) -> None:
-      self.body(*split(refs, counts), self.arrivals())
+      self.body(*split(refs, counts), self.semaphore_refs())
 
     results = launch(
       body,

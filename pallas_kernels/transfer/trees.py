@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import support
+from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 
 
@@ -46,16 +47,21 @@ class Trees:
     expert_N, parent_N = replica_expert_GS.reshape(-1), parent_GS.reshape(-1)
     slot_N = jnp.arange(num_ranks * num_slots, dtype=jnp.int32)
     filled_N = expert_N >= 0
-    feeds_NN = (expert_N[:, None] == expert_N[None, :]) & filled_N[None, :]
-    feeds_NN &= (slot_N // num_slots)[:, None] == parent_N[None, :]
-    feeder_N = jnp.max(jnp.where(feeds_NN, slot_N[:, None], -1), axis=0)
-    forwards_N = jnp.any(feeds_NN, axis=1)
-    return cls(expert_N, parent_N, filled_N, forwards_N, feeder_N, _depth(feeder_N, num_ranks))
+    rank_N = lax.div(slot_N, jnp.int32(num_slots))
+    same_NN = (expert_N[:, None] == expert_N[None, :]) & filled_N[:, None]
+    fed_NN = same_NN & (parent_N[:, None] == rank_N[None, :])  # by one slot of the parent at most
+    feeds_NN = same_NN & (rank_N[:, None] == parent_N[None, :])
+    fed_by_NN = jnp.where(fed_NN, slot_N[None, :] + 1, 0)
+    feeder_N, feeds_N = sum_lines(fed_by_NN, feeds_NN.astype(jnp.int32))
+    feeder_N -= 1
+    return cls(expert_N, parent_N, filled_N, feeds_N > 0, feeder_N, _depth(feeder_N, num_ranks))
 
   def source(self, rank: Array, num_home: int, num_slots: int) -> Array:
     """What each slot depends on at its parent ``rank``: a home expert, or M + one of its slots."""
     home_N = self.expert_N - rank * num_home
-    return jnp.where(self.feeder_N < 0, home_N, num_home + self.feeder_N % num_slots)
+    return jnp.where(
+      self.feeder_N < 0, home_N, num_home + lax.rem(self.feeder_N, jnp.int32(num_slots))
+    )
 
 
 def _depth(feeder_N: Array, num_ranks: int) -> Array:

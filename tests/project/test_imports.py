@@ -47,7 +47,7 @@ pallas_kernels/tunings
 pallas_kernels/matmul pallas_kernels/routing
 pallas_kernels/planner pallas_kernels/transfer
 pallas_kernels/launch
-pallas_kernels/varying pallas_kernels/warp
+pallas_kernels/sums pallas_kernels/varying pallas_kernels/warp
 pallas_kernels/support
 """
 PLACES = {place: layer for layer, line in enumerate(LAYERS.split("\n")) for place in line.split()}

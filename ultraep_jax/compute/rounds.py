@@ -94,7 +94,7 @@ def experts_on_tokens(
   static = static._replace(capacity=static.transient_capacity)
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
+  out, first, _ = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
   return _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
 
 
@@ -103,8 +103,9 @@ def _forward(
 ) -> tuple[Array, tuple]:
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
+  out, first, seen = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
   y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
+  routing = _with_tables_of(routing, named(seen, ROWS_NAME))
   hidden = named(first.hidden, HIDDEN_NAME)
   first = named(first, ROWS_NAME)._replace(hidden=hidden)
   return y_TD, (x_TD, gate_TK, weights, routing, first)
@@ -153,7 +154,7 @@ def _backward(
 
   def add_round(index: Array, total: _Grads) -> _Grads:
     start = _cross(static, x_TD, gate_TK, routing, index)
-    _, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
+    _, this, _ = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
     grads, _ = round_grads(index, this, replicas, total.home)
     return _Grads(total.x_TD + grads.x_TD, total.gate_TK + grads.gate_TK, grads.home)
 
@@ -206,9 +207,8 @@ def _more_rounds(
 
   def add_round(index: Array, y_TD: Array) -> Array:
     start = _cross(static, x_TD, gate_TK, routing, index)
-    return y_TD + _combine(
-      *_run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
-    )
+    out, this, _ = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
+    return y_TD + _combine(out, this)
 
   return lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
 
@@ -272,8 +272,8 @@ def _run_round(
   index: Array | int,
   start: _Start,
   keep_hidden: bool,
-) -> tuple[experts.ExpertOutput, _Round]:
-  """Dispatches one round's tokens and runs their experts."""
+) -> tuple[experts.ExpertOutput, _Round, Routing]:
+  """Dispatches one round's tokens and runs their experts. Returns what kernels' tables are of."""
   x_TD = ordered(static, routing, x_TD, start.gate_C)
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
   if "mosaic_gpu" in (*static.replicating, *static.multiplying):
@@ -290,7 +290,7 @@ def _run_round(
     implementations=static.multiplying,
     tunings=static.tunings,
   )
-  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden)
+  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden), routing
 
 
 def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
@@ -300,6 +300,12 @@ def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
   rows_CD, computed = lax.optimization_barrier((rows_CD, computed))
   after = iter(computed)
   return rows_CD, tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
+
+
+def _with_tables_of(routing: Routing, seen: Routing) -> Routing:
+  """The same. Kernels' tables of backward are of what those of forward are: XLA makes them once."""
+  routes = routing.routes._replace(group_size_P=seen.routes.group_size_P)
+  return seen._replace(routes=routes, rounds=routing.rounds)
 
 
 def ordered(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
