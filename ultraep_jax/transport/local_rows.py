@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 import pallas_kernels as kernels
 from pallas_kernels import Tunings
@@ -74,10 +73,8 @@ def sums(rows_CD: Array, gate_C: Array | None, row_AK: Array) -> Array:
   Added up in float32. Rows that feed no token are ignored, NaN included.
   """
   sum_AD = jnp.zeros((row_AK.shape[0], rows_CD.shape[1]), jnp.float32)
-  # Looked up beforehand: within the sums, every thread of a row would do it.
-  gate_AK = None if gate_C is None else lax.optimization_barrier(gate_C[row_AK])
-  for k, row_A in enumerate(row_AK.T):
+  for row_A in row_AK.T:
     row_AD = rows_CD[row_A].astype(jnp.float32)
-    weighted_AD = row_AD if gate_AK is None else gate_AK[:, k, None] * row_AD
+    weighted_AD = row_AD if gate_C is None else gate_C[row_A][:, None] * row_AD
     sum_AD += jnp.where((row_A >= 0)[:, None], weighted_AD, 0)
   return sum_AD.astype(rows_CD.dtype)
