@@ -117,6 +117,13 @@ def test_buffers_are_made_to_measure_where_nothing_bounds_the_load():
   assert config_of("quota-time", args, SLACK).objective == "time" != args.objective
 
 
+def test_the_layer_of_other_machines():
+  alone, plain, here = (config_of(v, arguments(), SLACK) for v in ("nodes", "portable", "quota"))
+  assert (alone.node_size, alone.domain_of(8), alone.implementation) == (1, 8, "auto")
+  assert (plain.implementation, plain.node_size) == ("portable", here.node_size)
+  assert {config.strategy for config in (alone, plain, here)} == {"quota"}
+
+
 def test_figure_has_the_times_over_ideal():
   times = {"ideal": 1.0, "none": 2.0, "quota": 1.25}
   rows = [

@@ -27,7 +27,7 @@ from ultraep_jax.bench.layer import plot as layer_plot
 from ultraep_jax.bench.layer import tables as layer_tables
 from ultraep_jax.bench.layer.problem import AXIS, LARGE, LOADS, SHAPES, Arrays, Problem, scaled
 from ultraep_jax.bench.layer.times import Case, Programs, check, measure
-from ultraep_jax.bench.layer.variants import VARIANTS
+from ultraep_jax.bench.layer.variants import ELSEWHERE, VARIANTS
 from ultraep_jax.bench.machine import devices
 from ultraep_jax.config import Implementation
 from ultraep_jax.files import check_output, write_text
@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--ratios", nargs="+", type=factor, default=[1.0, 1.3, 2.0, 3.0])
   parser.add_argument("--loads", default="zipf", choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
-  parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+  parser.add_argument(
+    "--variants", nargs="+", default=list(VARIANTS), choices=[*VARIANTS, *ELSEWHERE]
+  )
   processes.add_argument(parser)
   parser.add_argument("--ranks", type=positive, help="default: all devices")
   parser.add_argument("--experts", type=positive, help="default: 16 a rank")

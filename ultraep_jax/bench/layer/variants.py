@@ -21,7 +21,8 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 # By quota, with the objective of the flags and with "time"; EPLB by the window of past loads.
 VARIANTS = ("none", "quota", "quota-time", "eplb", "ideal", "plain", "tuned")
-BALANCED = ("quota", "quota-time", "eplb")
+ELSEWHERE = ("nodes", "portable")  # by quota, as if each rank were a node by itself; in plain JAX
+BALANCED = ("quota", "quota-time", "eplb", *ELSEWHERE)
 SLACK = 1.0625
 
 Layer = Callable[[Array, Array, Array, ExpertWeights, eplb.History], tuple[Array, Any]]
@@ -33,7 +34,7 @@ def layer(
   """The layer of a variant on one rank's part; also returns what it did, if it says so.
 
   Args:
-    variant: one of ``VARIANTS``.
+    variant: one of ``VARIANTS`` or ``ELSEWHERE``.
     problem: whose loads the buffers are made for.
     args: slots, objective and implementation.
     capacity_factor: of the buffers; ``None``: what the variant needs.
@@ -60,12 +61,14 @@ def layer(
 
 def config_of(variant: str, args: argparse.Namespace, capacity_factor: float) -> BalanceConfig:
   """The configuration of one of our layers; EPLB's still lacks its history."""
-  strategy = {"quota-time": "quota", "eplb": "none"}.get(variant, variant)
+  strategy = "quota" if variant in BALANCED else variant
   return BalanceConfig(
     replica_slots=args.slots,
-    strategy=strategy,
+    strategy="none" if variant == "eplb" else strategy,
     objective="time" if variant == "quota-time" else args.objective,
-    implementation=args.implementation,
+    implementation="portable" if variant == "portable" else args.implementation,
+    node_size=1 if variant == "nodes" else "auto",
+    domain_size=None if variant == "nodes" else "auto",
     dispatch_dtype=args.dispatch_dtype,
     capacity_factor=capacity_factor,
   )
