@@ -13,6 +13,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/your_cluster.md"
 ROWS = {
   "choice of experts, plan, routing": ("choose", "plan", "route"),
   "matmuls": ("matmul",),
+  "writing tokens that came to their rows": ("place",),
   "copies of weights": ("replicate",),
   "exchange of tokens": ("exchange",),
 }
@@ -36,7 +37,7 @@ MACHINES = {
 def table() -> dict[str, dict[str, str]]:
   """The page's first table, by machine and row."""
   lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-  header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[:6])
+  header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[:7])
   return {
     machine: {row[0]: row[column] for row in rows}
     for column, machine in enumerate(header)

@@ -19,7 +19,7 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 GRAD_BYTES = 4  # of a weight's gradient from a copy
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
-_STEPS_PER_COPY = 1.6  # in plain JAX on more than two ranks, for each copy of the busiest rank
+_STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -141,7 +141,7 @@ def cost_on(
     weights: for the shapes of an expert.
     capacity: C.
     moving: copies move by kernels, else in plain JAX: in steps, in which ranks send over the same
-      distance, so that among more than two a step seldom serves all.
+      distance.
     multiplying: experts are multiplied by kernels.
     domain: ranks that copies stay among.
   """
@@ -152,7 +152,7 @@ def cost_on(
   shape = width, inner, "forward", weights.num_matrices
   matmuls = device.running(kernels=multiplying)
   links, size = device.running(kernels=moving), copy_bytes(dtype, weights)
-  steps = 1.0 if moving or domain <= 2 else _STEPS_PER_COPY
+  steps = 1.0 if moving else steps_per_copy(domain)
   beside = moving and multiplying  # else copies travel alone
   row, copy = row_seconds(matmuls, *shape), slot_seconds(matmuls, *shape)
   fixed_rows = round(device["balance_seconds"] / row)
@@ -204,6 +204,11 @@ def reading_seconds(
   """What reading an expert's weights adds to its matmuls; backward also writes gradients."""
   seconds = _WORK[direction] * _WEIGHT_BYTES * matrices * width * inner / device["memory_rate"]
   return device["weights_exposed"] * seconds
+
+
+def steps_per_copy(domain: int) -> float:
+  """Steps in plain JAX for each copy that the busiest rank of a domain sends or gets."""
+  return _STEPS_PER_COPY if domain > 2 else 1.0
 
 
 def copy_seconds(

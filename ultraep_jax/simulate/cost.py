@@ -132,8 +132,13 @@ def copy_seconds(setting: Setting, placed: Placed) -> np.ndarray:
   busiest = np.maximum(sent, placed.ingress.max(axis=-1))
   hops = np.maximum(placed.depth - 1, 0) if setting.relay else 0
   seconds = busiest * float(setting.model.expert_params * WEIGHT_BYTES) / rates["copy_rate"]
+  seconds = seconds * _steps(setting)
   seconds = seconds + rates["copy_seconds"] + hops * rates["copy_hop_seconds"]
   return np.where(busiest > 0, seconds, 0.0)
+
+
+def _steps(setting: Setting) -> float:
+  return planning.steps_per_copy(setting.domain_size) if setting.device.in_blocks else 1.0
 
 
 def _pass(setting: Setting, balancer: Balancer, placed: Placed, *, backward: bool) -> Times:
@@ -158,6 +163,7 @@ def _pass(setting: Setting, balancer: Balancer, placed: Placed, *, backward: boo
     plan = zero + sum(rates[name] for name in ("load_seconds", "plan_seconds", "route_seconds"))
     plan = plan + rates["plan_seconds_per_rank"] * setting.domain_size
   gathered = placed.direct * float(shape.expert_params * GRAD_BYTES) / rates["reduce_rate"]
+  gathered = gathered * _steps(setting)
   moved_bytes = _TRAINED_BYTES if setting.training else _SERVED_BYTES
   moved = placed.moved.max(axis=-1) * float(shape.expert_params * moved_bytes) / rates["copy_rate"]
   return Times(

@@ -64,8 +64,8 @@ def reduce_replicas[T](
 ) -> T:
   """As ``replicate.reduce_replicas``; of a turn, the gradients of the next rank come first.
 
-  Beside totals of bfloat16 is what rounding them left, so that a sum loses no more than one
-  rounding, and experts without copies are not touched.
+  Beside totals of bfloat16 is what rounding them left, in float32, so that sums are of float32.
+  Experts without copies are not touched.
   """
   if not replica_expert_GS.shape[1]:
     return home
@@ -84,7 +84,7 @@ def reduce_replicas[T](
   rests = [
     None
     if leaf.dtype == jnp.float32 or steps.size <= 2
-    else _unwritten(leaf.shape, leaf.dtype, axes)
+    else _unwritten(leaf.shape, jnp.dtype(jnp.float32), axes)
     for leaf in homes
   ]
   sums = _Sums(homes, rests, to_varying(jnp.zeros(num_home, jnp.bool_), axes))
@@ -99,11 +99,11 @@ def _add(sums: _Sums, expert: Array, terms: Sequence[Array]) -> _Sums:
   for total, rest, term in zip(sums.total, sums.rest, terms, strict=True):
     exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
     if rest is not None:
-      exact += jnp.where(begun, rest[index].astype(jnp.float32), 0)
+      exact += jnp.where(begun, rest[index], 0)
     rounded = exact.astype(total.dtype)
     totals.append(_set(total, rounded, expert))
     if rest is not None:
-      rest = _set(rest, (exact - rounded.astype(jnp.float32)).astype(rest.dtype), expert)
+      rest = _set(rest, exact - rounded.astype(jnp.float32), expert)
     rests.append(rest)
   return _Sums(totals, rests, sums.begun_M.at[index].set(begun | wanted))
 
