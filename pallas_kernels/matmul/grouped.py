@@ -115,6 +115,7 @@ def matmul_beside(
   group_size_P: Array,
   *,
   bias: tuple[Array, Array] | None = None,
+  transpose_rhs: bool = False,
   tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Any]:
   """``grouped_matmul`` by replicas that a transfer brings at the same time, and its result.
@@ -123,7 +124,7 @@ def matmul_beside(
   """
   replicas = (transfer.out_type[0],)
   return _sum(
-    *([rows_CK], [home_MKN], replicas, group_size_P, False, tuning, transfer),
+    *([rows_CK], [home_MKN], replicas, group_size_P, transpose_rhs, tuning, transfer),
     bias=bias,
     brought=(0,),
   )

@@ -51,11 +51,14 @@ def gated_by_copies(tuning, plan, rows, gate, up, sizes, matmul=None, rows_first
   )
 
 
-def matmul_by_copies(tuning, plan, rows, weights, sizes, matmul=None, rows_first=None):
+def matmul_by_copies(
+  tuning, plan, rows, weights, sizes, matmul=None, rows_first=None, transposed=False
+):
   copying = replication(
     [weights], *plan, axis_name="expert", tuning=tuning, home_rows_G=rows_first, flat=False
   )
-  return matmul_beside(copying, rows, weights, sizes, tuning=matmul)
+  options = {"tuning": matmul, "transpose_rhs": transposed}
+  return matmul_beside(copying, rows, weights, sizes, **options)
 
 
 def sum_and_reduction(tuning, plan, rows, grads, homes, replicas, sizes):
@@ -108,16 +111,20 @@ ROWS_OF_THREE = jnp.array([[60, 100, 64, 0], [0, 64, 128, 64], [0, 0, 192, 64]],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matmul", ["gated", "plain"])
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize(
+  ("matmul", "even"),
+  [("gated", True), ("gated", False), ("plain", True), ("plain", False), ("transposed", True)],
+)
 def test_rows_of_replicas_wait_for_their_copies(matmul, even, few_blocks):
   rng = np.random.default_rng(0)
   ranks, home, slots = 3, 2, 2
   rows = exact(rng, ranks * 256, 64)
-  weights = [exact(rng, ranks * home, 64, 128) for _ in range(2 if matmul == "gated" else 1)]
+  shape = (128, 64) if matmul == "transposed" else (64, 128)
+  weights = [exact(rng, ranks * home, *shape) for _ in range(2 if matmul == "gated" else 1)]
   tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
   options = {"matmul": layout.MatmulTuning(even=even), "rows_first": jnp.array([9, 0, 3])}
-  function = gated_by_copies if matmul == "gated" else matmul_by_copies
+  by_matmul = functools.partial(matmul_by_copies, transposed=matmul == "transposed")
+  function = gated_by_copies if matmul == "gated" else by_matmul
   with interpreted(races=True):
     run = on_ranks(functools.partial(function, **options), tuning, (COPIES, SENDERS), ranks)
     out, copies = jax.block_until_ready(run(rows, *weights, ROWS_OF_THREE.reshape(-1)))
@@ -133,6 +140,7 @@ def test_rows_of_replicas_wait_for_their_copies(matmul, even, few_blocks):
     every = [
       np.concatenate([array[mine], more]) for array, more in zip(weights, replicas, strict=True)
     ]
+    every = [array.mT if matmul == "transposed" else array for array in every]
     expected = [products(rows[part], array, ROWS_OF_THREE[rank]) for array in every]
     if matmul == "gated":
       gate, up = (jnp.asarray(each, jnp.float32) for each in expected)

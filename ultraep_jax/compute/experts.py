@@ -17,6 +17,7 @@ from ultraep_jax.compute.grouped import (
   Bias,
   grouped_matmul,
   rows_grad_beside,
+  rows_grad_by_copies,
   slot_sums,
   wgrad_beside,
 )
@@ -183,8 +184,8 @@ def expert_backward(
 
   Where kernels can, each of five matmuls or so has a transfer beside it::
 
-    gradient of wo            copies of wo
-    gradient to inner         copies of the first projection
+    gradient to inner         copies of wo, which its rows wait for
+    gradient of wo            copies of the first projection
     gradients of projections  copies of the second one, then gradients of wo home
     gradient to the rows      gradients of projections home
 
@@ -215,22 +216,25 @@ def expert_backward(
   inner_CF, inner_vjp = jax.vjp(
     lambda hidden: activations.inner(hidden, home.layout, activation), hidden
   )
-  matrices = [home.wo, *_biases(home)], *([weight] for weight in home.projections)
+  first, *others = home.projections
+  matrices = [first, *_biases(home)], *([weight] for weight in others)
+  copying_wo = replicas.copying([home.wo], flat=False)
   copying: list[Any] = [replicas.copying(arrays) for arrays in matrices]
   copies = None
-  if None in copying:
+  if copying_wo is None or None in copying:
     copies, copying = replicas.copies(), [None] * len(copying)
+    wo = copies.wo
+    ungated_CF = grouped_matmul(grad_CD, home.wo, wo, group_size_P, transpose_rhs=True, **options)
+  else:
+    ungated_CF, wo = rows_grad_by_copies(copying_wo, grad_CD, home.wo, group_size_P, **options)
 
   # The gate scales inner rather than grad, whose rows are longer.
   wo_grads, brought = wgrad(
     copying[0], _scaled(inner_CF, gate_C), grad_CD, into_MKN=into and into.wo
   )
-  wo, *biases = brought if copies is None else (copies.wo, *_biases(copies))
+  biases = brought[1:] if copies is None else _biases(copies)
 
   # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
-  ungated_CF, first = rows_grad_beside(
-    copying[1], [grad_CD], [home.wo], [wo], group_size_P, operation="dgrad", **options
-  )
   gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
   bias_grads = []
   if home.wo_bias is not None:
@@ -241,7 +245,7 @@ def expert_backward(
   # Where nothing was added to what a transfer would add to.
   reducing_wo = replicas.reducing([wo_grads[1]], [wo_grads[0]]) if into is None else None
   no_sums = [None] * len(hidden_grad)
-  beside = *copying[2:], reducing_wo
+  beside = *copying[1:], reducing_wo
   results = [
     wgrad(transfer, rows_CD, grad, into_MKN=of)
     for transfer, grad, of in zip(
@@ -255,7 +259,7 @@ def expert_backward(
     pairs = zip(hidden_grad, into_biases, strict=True)
     bias_grads = [*(sums(ones_C, grad, into_MN=of) for grad, of in pairs), *bias_grads]
   if copies is None:
-    projections = [each[0] for each in (first, *transferred[:-1])]
+    projections = [each[0] for each in (brought, *transferred[:-1])]
     copies = _with_biases(home, projections, wo, biases)
 
   late = [*into_grads, *bias_grads, *([wo_grads] if reducing_wo is None else [])]

@@ -7,7 +7,7 @@ weight. Rows at or beyond the used count may hold anything, NaN included.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -140,11 +140,10 @@ def rows_grad_beside(
   group_size_P: Array,
   implementations: Implementations,
   tunings: Tunings,
-  operation: Literal["sum", "dgrad"] = "sum",
 ) -> tuple[Array, Any]:
   """The gradient to rows that all of some weights share, and the result of a transfer."""
   width, inner = homes_MKN[0].shape[1:]
-  name = operation if transfer is None else f"{operation} beside"
+  name = "sum" if transfer is None else "sum beside"
   tuning = tunings.find(name, inner * len(homes_MKN), width)
 
   def one_by_one() -> Array:
@@ -155,8 +154,6 @@ def rows_grad_beside(
     )
     return functools.reduce(jnp.add, products)
 
-  if transfer is None and operation == "dgrad":
-    return one_by_one(), None  # of one product
   candidates = {
     "mosaic_gpu": lambda: kernels.sum_beside(
       transfer,
@@ -170,6 +167,33 @@ def rows_grad_beside(
     "portable": lambda: (one_by_one(), transfer and transfer.launch()),
   }
   # One by one, a kernel may still suit that cannot add them up.
+  return first_that_can((*implementations, "portable"), candidates)
+
+
+def rows_grad_by_copies(
+  transfer: "kernels.Transfer",
+  grad_CN: Array,
+  home_MKN: Array,
+  group_size_P: Array,
+  implementations: Implementations,
+  tunings: Tunings,
+) -> tuple[Array, Array]:
+  """The gradient to rows by weights whose copies a transfer brings at the same time, and these."""
+  width, inner = home_MKN.shape[1:]
+  tuning = tunings.find("dgrad beside", inner, width)
+
+  def by_kernel() -> tuple[Array, Array]:
+    arguments = transfer, grad_CN, home_MKN, group_size_P
+    rows_CK, (copies_SKN,) = kernels.matmul_beside(*arguments, transpose_rhs=True, tuning=tuning)
+    return rows_CK, copies_SKN
+
+  def portable() -> tuple[Array, Array]:
+    (copies_SKN,) = transfer.launch()
+    operands = grad_CN, home_MKN, copies_SKN, group_size_P
+    options: Any = {"implementations": implementations, "tunings": tunings}
+    return grouped_matmul(*operands, transpose_rhs=True, **options), copies_SKN
+
+  candidates = {"mosaic_gpu": by_kernel, "portable": portable}
   return first_that_can((*implementations, "portable"), candidates)
 
 
