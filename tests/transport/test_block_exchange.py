@@ -12,6 +12,7 @@ from mosaic_interpret import interpreted
 
 from pallas_kernels import ExchangeTuning, Tunings
 from ultraep_jax.transport import block_exchange, gather_exchange
+from ultraep_jax.transport.local_rows import Placing
 from ultraep_jax.types import Routes
 
 WIDTH = 3
@@ -188,7 +189,9 @@ def test_a_kernel_writes_the_same_rows(problem, dtype, cross, monkeypatch):
   monkeypatch.setattr(Tunings, "find", lambda *_: few)
   function = functools.partial(dispatch, dtype=dtype)
   with interpreted():
-    rows = run(ranks, capacity, function, dest, row, x, cross=cross, placing=("mosaic_gpu",))
+    rows = run(
+      ranks, capacity, function, dest, row, x, cross=cross, placing=Placing(("mosaic_gpu",))
+    )
   expected = run(ranks, capacity, function, dest, row, x, cross=cross)
   fed = feeding(dest, row, ranks, capacity)[..., 0].reshape(-1) >= 0
   np.testing.assert_array_equal(rows[fed], expected[fed])

@@ -10,18 +10,16 @@ the worst case. Where a kernel can, it writes what came to its rows, and no othe
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
-from ultraep_jax.implementation import Implementations
 from ultraep_jax.mesh import mesh_max
 from ultraep_jax.planning.load import position_in_group
 from ultraep_jax.transport import local_rows, received, wire
+from ultraep_jax.transport.local_rows import PORTABLY, Placing
 from ultraep_jax.types import Array, AxisName, Routes
 
 Groups = tuple[tuple[int, ...], ...]  # of ranks, all equally large; each exchanges by itself
@@ -50,8 +48,7 @@ class BlockCrossing:
     row_AK: the rows on this rank that the tokens received in the first step feed, −1 where an
       assignment runs elsewhere.
     steps: steps that the longest list on the mesh needs, or None if one always suffices.
-    placing: what to try, in order, to bring tokens that came to their rows.
-    tunings: how kernels are laid out.
+    placing: how tokens that came get to their rows.
   """
 
   axis_name: AxisName = dataclasses.field(metadata={"static": True})
@@ -64,8 +61,7 @@ class BlockCrossing:
   position_TK: Array
   row_AK: Array
   steps: Array | None
-  placing: Implementations = dataclasses.field(default=("portable",), metadata={"static": True})
-  tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
+  placing: Placing = dataclasses.field(default=PORTABLY, metadata={"static": True})
 
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
@@ -82,9 +78,7 @@ class BlockCrossing:
     def step(i: Array | int, row_AK: Array, rows_CD: Array) -> Array:
       return local_rows.place_over(rows_CD, received(i), row_AK)
 
-    rows_CD = local_rows.place(
-      received(0), self.row_AK, self.capacity, dtype, self.placing, self.tunings
-    )
+    rows_CD = self.placing.place(received(0), self.row_AK, self.capacity, dtype)
     return _further_steps(self, step, rows_CD)
 
   @jax.named_scope("uep.combine")
@@ -133,15 +127,13 @@ def cross(
   capacity: int,
   axis_name: AxisName,
   *,
-  placing: Implementations = ("portable",),
-  tunings: Tunings = UNTUNED,
+  placing: Placing = PORTABLY,
 ) -> BlockCrossing:
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
   num_tokens, top_k = routes.dest_TK.shape
   block = block_size(num_tokens, num_tokens * top_k, lax.axis_size(axis_name))
   assignments = received.of_round(routes, round_index, capacity)
-  options: Any = {"placing": placing, "tunings": tunings}
-  return among(None, *assignments, capacity, axis_name, block, **options)
+  return among(None, *assignments, capacity, axis_name, block, placing)
 
 
 def block_size(num_tokens: int, assignments: int, num_ranks: int) -> int:
@@ -156,9 +148,7 @@ def among(
   capacity: int,
   axis_name: AxisName,
   block: int,
-  *,
-  placing: Implementations,
-  tunings: Tunings,
+  placing: Placing,
 ) -> BlockCrossing:
   """A crossing among the ranks of each group.
 
@@ -170,12 +160,10 @@ def among(
     axis_name: the expert mesh axis.
     block: N, at most T.
     placing: as in ``BlockCrossing``.
-    tunings: as in ``BlockCrossing``.
   """
   num_ranks = _num_ranks(axis_name, groups)
   num_tokens = dest_TK.shape[0]
-  leader_TK = _leader(dest_TK)
-  leads_TK = leads(dest_TK)
+  leader_TK, leads_TK = leaders(dest_TK)
   position_A, count_G = position_in_group(
     jnp.where(leads_TK, dest_TK, num_ranks).reshape(-1), num_ranks
   )
@@ -192,19 +180,17 @@ def among(
     row_AK=row_TK[:0],
     steps=mesh_max(-(-jnp.max(count_G) // block)) if block < num_tokens else None,
     placing=placing,
-    tunings=tunings,
   )
   return dataclasses.replace(crossing, row_AK=_announce_rows(crossing, 0))
 
 
-def leads(dest_TK: Array) -> Array:
-  """Whether an assignment is the first of its token's for its rank, and stands for all of them."""
-  top_k = dest_TK.shape[1]
-  return (dest_TK >= 0) & (_leader(dest_TK) == jnp.arange(top_k)[None])
+def leaders(dest_TK: Array) -> tuple[Array, Array]:
+  """The first of its token's assignments for an assignment's rank, and whether it is that itself.
 
-
-def _leader(dest_TK: Array) -> Array:
-  return jnp.argmax(dest_TK[:, :, None] == dest_TK[:, None, :], axis=2)
+  The first one stands for all of them.
+  """
+  leader_TK = jnp.argmax(dest_TK[:, :, None] == dest_TK[:, None, :], axis=2)
+  return leader_TK, (dest_TK >= 0) & (leader_TK == jnp.arange(dest_TK.shape[1])[None])
 
 
 def _steps[Carry](

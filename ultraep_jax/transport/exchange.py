@@ -7,7 +7,7 @@ write into other GPUs' memory (``push_exchange``), or collectives: equal blocks 
 or once to each node first, where that costs fewer bytes (``node_exchange``).
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from jax import lax
 
@@ -21,6 +21,7 @@ from ultraep_jax.transport import (
   push_exchange,
   received,
 )
+from ultraep_jax.transport.local_rows import Placing
 from ultraep_jax.types import Array, AxisName, Routes
 
 
@@ -106,12 +107,14 @@ def cross(
   def portable() -> Crossing:
     num_tokens, top_k = routes.dest_TK.shape
     sizes = num_tokens, top_k, lax.axis_size(axis_name)
-    options: Any = {"placing": placing, "tunings": tunings}
+    place = Placing(placing, tunings)
     if node_exchange.saves(*sizes, node_ranks):
-      return node_exchange.cross(routes, round_index, capacity, axis_name, node_ranks, **options)
+      return node_exchange.cross(
+        routes, round_index, capacity, axis_name, node_ranks, placing=place
+      )
     if gather_exchange.saves(*sizes) and received.fits(capacity, axis_name):
-      return gather_exchange.cross(routes, round_index, capacity, axis_name, **options)
-    return block_exchange.cross(routes, round_index, capacity, axis_name, **options)
+      return gather_exchange.cross(routes, round_index, capacity, axis_name, placing=place)
+    return block_exchange.cross(routes, round_index, capacity, axis_name, placing=place)
 
   candidates = {
     "mosaic_gpu": lambda: push_exchange.cross(

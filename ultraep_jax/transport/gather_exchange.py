@@ -10,33 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
-from ultraep_jax.implementation import Implementations
 from ultraep_jax.transport import block_exchange, local_rows, received, wire
+from ultraep_jax.transport.local_rows import PORTABLY, Placing
 from ultraep_jax.types import Array, AxisName, Routes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class GatherCrossing:
-  """How one rank's tokens cross in one round; see ``exchange.Crossing``.
+class GatherCrossing(received.ToldCrossing):
+  """How one rank's tokens cross in one round.
 
   Attributes:
-    axis_name: the expert mesh axis.
-    capacity: C, rows of the round.
-    dest_TK: the rank that computes the assignment in this round, −1 if none.
-    received_GTK: rows on this rank of the assignments of all ranks, −1 for other ranks' rows.
-    placing: what to try, in order, to bring tokens that came to their rows.
-    tunings: how kernels are laid out.
+    placing: how tokens that came get to their rows.
   """
 
-  axis_name: AxisName = dataclasses.field(metadata={"static": True})
-  capacity: int = dataclasses.field(metadata={"static": True})
-  dest_TK: Array
-  received_GTK: Array
-  placing: Implementations = dataclasses.field(default=("portable",), metadata={"static": True})
-  tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
+  placing: Placing = dataclasses.field(default=PORTABLY, metadata={"static": True})
 
   @property
   def row_AK(self) -> Array:
@@ -49,9 +38,7 @@ class GatherCrossing:
     gathered = [
       lax.all_gather(array, self.axis_name, tiled=True) for array in wire.pack(x_TD, dtype)
     ]
-    return local_rows.place(
-      gathered, self.row_AK, self.capacity, x_TD.dtype, self.placing, self.tunings
-    )
+    return self.placing.place(gathered, self.row_AK, self.capacity, x_TD.dtype)
 
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
@@ -62,22 +49,12 @@ class GatherCrossing:
     part_GTD = part_AD.reshape(num_ranks, num_tokens, -1).astype(jnp.float32)
     if num_ranks <= 2:  # a sum of two has one order
       return jnp.sum(part_GTD, axis=0).astype(rows_CD.dtype)
-    leads_TK = block_exchange.leads(self.dest_TK)
+    leads_TK = block_exchange.leaders(self.dest_TK)[1]
     y_TD, token_T = jnp.zeros(part_GTD.shape[1:], jnp.float32), jnp.arange(num_tokens)
     for k in range(top_k):
       part_TD = part_GTD[self.dest_TK[:, k], token_T]
       y_TD += jnp.where(leads_TK[:, k, None], part_TD, 0)
     return y_TD.astype(rows_CD.dtype)
-
-  @jax.named_scope("uep.dispatch")
-  def spread(self, value_TK: Array) -> Array:
-    """Rows that no token feeds are zero."""
-    return received.spread(value_TK, self.received_GTK, self.capacity, self.axis_name)
-
-  @jax.named_scope("uep.combine")
-  def collect(self, value_C: Array) -> Array:
-    """Every assignment has one row: the sum over ranks is its number."""
-    return received.collect(value_C, self.received_GTK, self.axis_name)
 
 
 def saves(num_tokens: int, top_k: int, num_ranks: int) -> bool:
@@ -96,10 +73,9 @@ def cross(
   capacity: int,
   axis_name: AxisName,
   *,
-  placing: Implementations = ("portable",),
-  tunings: Tunings = UNTUNED,
+  placing: Placing = PORTABLY,
 ) -> GatherCrossing:
   """Tells every rank the rows of a round; see ``exchange.cross``."""
   dest_TK, row_TK = received.of_round(routes, round_index, capacity)
   received_GTK = received.rows(dest_TK, row_TK, capacity, axis_name)
-  return GatherCrossing(axis_name, capacity, dest_TK, received_GTK, placing, tunings)
+  return GatherCrossing(axis_name, capacity, dest_TK, received_GTK, placing)

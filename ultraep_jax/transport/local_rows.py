@@ -4,55 +4,60 @@ Shapes: A tokens, each with K assignments; ``row_AK`` has their rows, −1 where
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 import pallas_kernels as kernels
-from pallas_kernels import Tunings
+from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport import wire
 from ultraep_jax.types import Array
 
 
-def place(
-  packed: Sequence[Array],
-  row_AK: Array,
-  capacity: int,
-  dtype: jnp.dtype,
-  implementations: Implementations,
-  tunings: Tunings,
-) -> Array:
-  """``[C, D]`` in ``dtype``: every row has its token; those that no token feeds have anything.
+class Placing(NamedTuple):
+  """How tokens get to their rows.
 
-  Args:
-    packed: what ``wire.pack`` made of the tokens.
-    row_AK: the rows.
-    capacity: C.
-    dtype: of the tokens.
+  Attributes:
     implementations: what to try, in order.
     tunings: how kernels are laid out.
   """
-  size = packed[0].shape[1] * packed[0].dtype.itemsize
 
-  def by_kernel() -> Array:
-    scaled = len(packed) > 1
-    tuning = tunings.find("dispatch scaled" if scaled else "dispatch", size)
-    options: Any = {"capacity": capacity, "tuning": tuning}
-    if not scaled:
-      return kernels.place(packed, row_AK, **options)[0]
-    value_AD, scale_AB = packed
-    return kernels.place_scaled(value_AD, scale_AB, row_AK, dtype=dtype, **options)
+  implementations: Implementations = ("portable",)
+  tunings: Tunings = UNTUNED
 
-  def gather() -> Array:
-    zero_CD = jnp.zeros((capacity, packed[0].shape[1]), dtype)
-    return place_over(zero_CD, packed, row_AK)
+  def place(self, packed: Sequence[Array], row_AK: Array, capacity: int, dtype: jnp.dtype) -> Array:
+    """``[C, D]`` in ``dtype``: every row has its token; those that no token feeds have anything.
 
-  return first_that_can(implementations, {"mosaic_gpu": by_kernel, "portable": gather})
+    Args:
+      packed: what ``wire.pack`` made of the tokens.
+      row_AK: the rows.
+      capacity: C.
+      dtype: of the tokens.
+    """
+    size = packed[0].shape[1] * packed[0].dtype.itemsize
+
+    def by_kernel() -> Array:
+      scaled = len(packed) > 1
+      tuning = self.tunings.find("dispatch scaled" if scaled else "dispatch", size)
+      options: Any = {"capacity": capacity, "tuning": tuning}
+      if not scaled:
+        return kernels.place(packed, row_AK, **options)[0]
+      value_AD, scale_AB = packed
+      return kernels.place_scaled(value_AD, scale_AB, row_AK, dtype=dtype, **options)
+
+    def gather() -> Array:
+      zero_CD = jnp.zeros((capacity, packed[0].shape[1]), dtype)
+      return place_over(zero_CD, packed, row_AK)
+
+    return first_that_can(self.implementations, {"mosaic_gpu": by_kernel, "portable": gather})
+
+
+PORTABLY = Placing()
 
 
 def place_over(rows_CD: Array, packed: Sequence[Array], row_AK: Array) -> Array:
-  """The same rows with those of further tokens."""
+  """Rows with those of further tokens."""
   token_AD = wire.unpack(packed, rows_CD.dtype)
   # Gathering by row writes each row once; the inverse map is a scatter of integers only.
   source_C = feeding(row_AK, rows_CD.shape[0])

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import UNTUNED, Tunings
 from ultraep_jax.config import DispatchDtype
-from ultraep_jax.implementation import Implementations
 from ultraep_jax.transport import block_exchange, received, wire
 from ultraep_jax.transport.block_exchange import BlockCrossing, Groups
+from ultraep_jax.transport.local_rows import PORTABLY, Placing
 from ultraep_jax.types import Array, AxisName, Routes
 
 
@@ -99,8 +98,7 @@ def cross(
   axis_name: AxisName,
   node_ranks: int,
   *,
-  placing: Implementations = ("portable",),
-  tunings: Tunings = UNTUNED,
+  placing: Placing = PORTABLY,
 ) -> NodeCrossing:
   """Lists the tokens that cross in a round; see ``exchange.cross``."""
   num_tokens, top_k = routes.dest_TK.shape
@@ -119,8 +117,7 @@ def cross(
     capacity,
     axis_name,
     block,
-    placing=placing,
-    tunings=tunings,
+    placing,
   )
   return NodeCrossing(axis_name, lines, inside)
 

@@ -18,23 +18,15 @@ from ultraep_jax.types import Array, AxisName, Routes
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PushCrossing:
-  """How one rank's tokens cross in one round; see ``exchange.Crossing``.
+class PushCrossing(received.ToldCrossing):
+  """How one rank's tokens cross in one round.
 
   Attributes:
-    axis_name: the expert mesh axis.
-    capacity: C, rows of the round.
-    dest_TK: the rank that computes the assignment in this round, −1 if none.
     row_TK: the assignment's row in this round.
-    received_GTK: rows on this rank of the assignments of all ranks, −1 for other ranks' rows.
     tunings: how the kernels are laid out.
   """
 
-  axis_name: AxisName = dataclasses.field(metadata={"static": True})
-  capacity: int = dataclasses.field(metadata={"static": True})
-  dest_TK: Array
   row_TK: Array
-  received_GTK: Array
   tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
 
   @jax.named_scope("uep.dispatch")
@@ -53,7 +45,7 @@ class PushCrossing:
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """Sums at the rank of the rows, then at the token's."""
-    gate_GTK = None if gate_C is None else received.at_rows(gate_C, self.received_GTK)
+    gate_GTK = None if gate_C is None else self.at_rows(gate_C)
     return kernels.combine(
       rows_CD,
       gate_GTK,
@@ -62,16 +54,6 @@ class PushCrossing:
       axis_name=self.axis_name,
       tuning=self._tuning("combine", rows_CD),
     )
-
-  @jax.named_scope("uep.dispatch")
-  def spread(self, value_TK: Array) -> Array:
-    """Rows that no token feeds are zero."""
-    return received.spread(value_TK, self.received_GTK, self.capacity, self.axis_name)
-
-  @jax.named_scope("uep.combine")
-  def collect(self, value_C: Array) -> Array:
-    """Every assignment has one row: the sum over ranks is its number."""
-    return received.collect(value_C, self.received_GTK, self.axis_name)
 
   def _tuning(self, operation: str, token_XD: Array) -> Any:
     return self.tunings.find(operation, token_XD.shape[1] * token_XD.dtype.itemsize)
@@ -99,4 +81,4 @@ def cross(
     raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")
   dest_TK, row_TK = received.of_round(routes, round_index, capacity)
   received_GTK = received.rows(dest_TK, row_TK, capacity, axis_name)
-  return PushCrossing(axis_name, capacity, dest_TK, row_TK, received_GTK, tunings)
+  return PushCrossing(axis_name, capacity, dest_TK, received_GTK, row_TK, tunings)

@@ -1,5 +1,8 @@
 """What a rank receives, where an ``all_gather`` tells every rank the rows of all assignments."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,20 +27,36 @@ def rows(dest_TK: Array, row_TK: Array, capacity: int, axis_name: AxisName) -> A
   return jnp.where((local_GTK >= 0) & (local_GTK < capacity), local_GTK, -1)
 
 
-def spread(value_TK: Array, received_GTK: Array, capacity: int, axis_name: AxisName) -> Array:
-  """As ``exchange.Crossing.spread``. Rows that no token feeds are zero."""
-  value_GTK = lax.all_gather(value_TK, axis_name)
-  row_GTK = jnp.where(received_GTK < 0, capacity, received_GTK)
-  value_C = jnp.zeros(capacity, value_TK.dtype)
-  return value_C.at[row_GTK].set(value_GTK, mode="drop")
+@dataclasses.dataclass(frozen=True)
+class ToldCrossing:
+  """A crossing whose ranks are told the rows of all assignments; see ``exchange.Crossing``.
 
+  Attributes:
+    axis_name: the expert mesh axis.
+    capacity: C, rows of the round.
+    dest_TK: the rank that computes the assignment in this round, −1 if none.
+    received_GTK: rows on this rank of the assignments of all ranks, −1 for other ranks' rows.
+  """
 
-def collect(value_C: Array, received_GTK: Array, axis_name: AxisName) -> Array:
-  """As ``exchange.Crossing.collect``: an assignment has one row, and the sum is its number."""
-  return lax.psum_scatter(at_rows(value_C, received_GTK), axis_name)
+  axis_name: AxisName = dataclasses.field(metadata={"static": True})
+  capacity: int = dataclasses.field(metadata={"static": True})
+  dest_TK: Array
+  received_GTK: Array
 
+  @jax.named_scope("uep.dispatch")
+  def spread(self, value_TK: Array) -> Array:
+    """Rows that no token feeds are zero."""
+    value_GTK = lax.all_gather(value_TK, self.axis_name)
+    row_GTK = jnp.where(self.received_GTK < 0, self.capacity, self.received_GTK)
+    value_C = jnp.zeros(self.capacity, value_TK.dtype)
+    return value_C.at[row_GTK].set(value_GTK, mode="drop")
 
-def at_rows(value_C: Array, received_GTK: Array) -> Array:
-  """Numbers of rows at their assignments, zero at others."""
-  value_GTK = value_C[jnp.maximum(received_GTK, 0)]
-  return jnp.where(received_GTK >= 0, value_GTK, 0)
+  @jax.named_scope("uep.combine")
+  def collect(self, value_C: Array) -> Array:
+    """Every assignment has one row: the sum over ranks is its number."""
+    return lax.psum_scatter(self.at_rows(value_C), self.axis_name)
+
+  def at_rows(self, value_C: Array) -> Array:
+    """Numbers of rows at their assignments, zero at others."""
+    value_GTK = value_C[jnp.maximum(self.received_GTK, 0)]
+    return jnp.where(self.received_GTK >= 0, value_GTK, 0)
