@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="rows of a buffer over those of equal loads; default: the ranks, so that no loads need a "
     "second round and the programs have no loop for one",
   )
-  parser.add_argument("--objective", default="balance", choices=["balance", "time"])
+  parser.add_argument("--objective", default="time", choices=["balance", "time"])
   parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--batch-invariant", action="store_true")
   parser.add_argument("--skew", type=nonnegative, default=2.0, help="of a --model; 1: as it is")
