@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     matmul_beside,
     sum_beside,
   )
-  from pallas_kernels.matmul.layout import EVEN, UNIT, MatmulTuning, Tile, choose_tile, make_room
+  from pallas_kernels.matmul.layout import EVEN, UNIT, MatmulTuning, Tile, choose_tile
   from pallas_kernels.matmul.row_tiles import even_tiles_pay, short_comes_last
   from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
@@ -76,7 +76,6 @@ __all__ = [
   "grouped_matmul",
   "grouped_matmul_sum",
   "grouped_matmul_wgrad",
-  "make_room",
   "matmul_beside",
   "num_scales",
   "place",
@@ -102,7 +101,7 @@ _MODULES = {
     "matmul_beside",
     "sum_beside",
   ),
-  "matmul.layout": ("EVEN", "UNIT", "MatmulTuning", "Tile", "choose_tile", "make_room"),
+  "matmul.layout": ("EVEN", "UNIT", "MatmulTuning", "Tile", "choose_tile"),
   "matmul.row_tiles": ("even_tiles_pay", "short_comes_last"),
   "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),

@@ -20,13 +20,14 @@ from jax import lax
 from pallas_kernels import support
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tuning import SHARED_BYTES, check_positive
+from pallas_kernels.warp.branches import one_if
 
 UNIT = 64  # of all widths: 128 bytes of bfloat16, the widest swizzle
 DEPTH = UNIT  # contracted per stage
 MULTIPLYING = 2  # warpgroups of a block
 WARPGROUPS = MULTIPLYING + 1  # with the one that loads
 _WIDEST = 256  # columns of a tile of one weight: of one instruction
-_WAVES_BESIDE = 7  # see ``make_room``
+_MOST_COMPARED = 16  # bands of columns that are told apart by comparing
 EVEN_SIZES = (32, 64, 96, 112, 128, 144, 160, 176, 192)  # rows of even tiles
 EVEN_COLS = 128  # columns of these, of all weights together
 
@@ -63,14 +64,11 @@ class MatmulTuning:
       a time.
     band: columns worked on side by side, so that the cache serves most loads.
     blocks: that run at a time; ``None``: one for each SM of the device.
-    waves: how many times as many there are. The first ones take half of the tiles, the next ones
-      half of the rest, and so on; the device's scheduler hands them out, so that an SM that
-      another kernel holds for a while gets fewer.
     short_last: whether tiles of fewer rows come after all others, so that blocks finish together,
       or each after those of its group, whose weights are in the cache. ``None``: if groups are
       large, or not small and their weights large. Weight gradients have no such tiles.
     even: whether each group is divided into tiles of equally many rows, as few as there can be.
-      They are laid out as ``EVEN``: of the other fields, blocks and waves count. ``None``: where
+      They are laid out as ``EVEN``: of the other fields, blocks counts. ``None``: where
       groups are not small. Neither interleaved columns nor weight gradients have such tiles.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
@@ -90,7 +88,6 @@ class MatmulTuning:
   buffers: int = 2
   band: int = 2048
   blocks: int | None = None
-  waves: int = 1
   short_last: bool | None = None
   even: bool | None = None
   cluster: int = 1
@@ -99,7 +96,7 @@ class MatmulTuning:
   def __post_init__(self) -> None:
     if self.schedule not in get_args(Schedule):
       raise ValueError(f"schedule: expected one of {get_args(Schedule)}, got {self.schedule!r}")
-    check_positive(self, "stages", "buffers", "band", "waves", "cluster")
+    check_positive(self, "stages", "buffers", "band", "cluster")
     if self.blocks is not None:
       check_positive(self, "blocks")
     self._check_tile()
@@ -236,37 +233,24 @@ def _shared_cycles(tile: Tile, operands: int) -> float:
   return 2 * (read + written) * DEPTH / 128 / (products * tile.cols * 2)
 
 
-def make_room(beside: bool, tuning: MatmulTuning = MatmulTuning()) -> MatmulTuning:
-  """The tuning of a kernel that may share the GPU with a transfer, from that of one alone.
-
-  The transfer holds some SMs for a while. With several waves of blocks the device gives those SMs
-  fewer of them; a fixed share of one block per SM would wait for the transfer's end, and of four
-  equal ones they would miss less than one.
-  """
-  return dataclasses.replace(tuning, waves=_WAVES_BESIDE) if beside else tuning
-
-
-def share(num_tiles: Array, block: Array, clusters: int, waves: int) -> tuple[Array, Array]:
-  """First tile of a cluster of blocks, and an end of its tiles, which are ``clusters`` apart.
-
-  A wave is ``clusters``. Each has half of the tiles that are left, the last one all of them. Shares
-  shrink from wave to wave, so a late SM only skips a small one.
-  """
-  wave, lane = (f(block, jnp.int32(clusters)) for f in (lax.div, lax.rem))
-  left, after = (lax.shift_right_arithmetic(num_tiles, w) for w in (wave, wave + 1))
-  end = lax.select(wave == waves - 1, num_tiles, num_tiles - after)
-  # A wave of fewer tiles than clusters leaves some without.
-  return lax.min(num_tiles - left + lane, end), end
-
-
 def position(t: Array, num_rows: Array | int, num_cols: int, max_band: int) -> tuple[Array, Array]:
   """Row and column of tile t, in bands of columns: row by row within a band."""
   num_bands = -(-num_cols // max_band)
   band = -(-num_cols // num_bands)
-  before, in_band = (f(t, jnp.int32(num_rows * band)) for f in (lax.div, lax.rem))
-  first_col = before * band
-  width = lax.min(jnp.int32(band), num_cols - first_col)  # the last band may be narrower
-  return lax.div(in_band, width), first_col + lax.rem(in_band, width)
+  last = num_cols - (num_bands - 1) * band  # columns of the last band, which may be narrower
+  size = jnp.int32(num_rows * band)
+  # Every tile waits for this, and dividing by what the compiler does not know takes long.
+  if num_bands <= _MOST_COMPARED:
+    before = sum((one_if(t >= k * size) for k in range(1, num_bands)), jnp.int32(0))
+  else:
+    before = lax.div(t, lax.max(size, jnp.int32(1)))
+  in_band = t - before * size
+  row, col = (f(in_band, jnp.int32(band)) for f in (lax.div, lax.rem))
+  if last < band:
+    is_last = before == num_bands - 1
+    row = lax.select(is_last, lax.div(in_band, jnp.int32(last)), row)
+    col = lax.select(is_last, lax.rem(in_band, jnp.int32(last)), col)
+  return row, before * band + col
 
 
 def home_first(
@@ -286,16 +270,15 @@ def home_first(
     max_band: columns that are worked on side by side.
     at_once: tiles that are.
   """
-  one = jnp.int32(1)
-  home = position(t, lax.max(home_rows, one), num_cols, max_band)
   most = max(at_once // min(max_band, num_cols), 1)
-  rest = lax.max(t - home_rows * num_cols, jnp.int32(0))
+  rest = t - home_rows * num_cols
   part, inside = (f(rest, jnp.int32(most * num_cols)) for f in (lax.div, lax.rem))
   first = home_rows + part * most
-  size = lax.max(lax.min(num_rows - first, jnp.int32(most)), one)
-  row, col = position(inside, size, num_cols, max_band)
-  is_home = t < home_rows * num_cols
-  return lax.select(is_home, home[0], first + row), lax.select(is_home, home[1], col)
+  is_home = rest < 0
+  first = lax.select(is_home, jnp.int32(0), first)
+  rows = lax.select(is_home, home_rows, lax.min(num_rows - first, jnp.int32(most)))
+  row, col = position(lax.select(is_home, t, inside), rows, num_cols, max_band)
+  return first + row, col
 
 
 def expect_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:

@@ -16,20 +16,25 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support
 from pallas_kernels.launch import launch as launch_kernel
-from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, MatmulTuning, Tile, share
+from pallas_kernels.matmul import deal
+from pallas_kernels.matmul.deal import Claims, InTurn, Scalars
+from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, MatmulTuning, Tile
 from pallas_kernels.support import Array
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.transfer.tuning import TransferTuning
-from pallas_kernels.warp.branches import when
-
-Scalars = tuple[Array, ...]
+from pallas_kernels.warp.branches import cond, when
 
 _BLOCK_AXIS, _CLUSTER_AXIS, _GROUP_AXIS = tiles.BLOCK_AXIS, "cluster", tiles.WORKER_AXIS
+
+
+# Registers of a thread that multiplies, and of one that loads, which the compiler makes do with.
+FEW_TO_LOAD, MORE_TO_LOAD = (240, 24), (232, 40)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,49 +130,48 @@ def persist(
   describe: Callable[[Array, Array], Work],
   load: Callable[[Work, Array, Array], None],
   compute: Callable[[Work, Array, Array, Any], Any],
+  dealt: InTurn | Claims,
   ring: Ring,
   tile: Tile,
-  tuning: MatmulTuning,
+  registers: tuple[int, int] = FEW_TO_LOAD,
   pending: Callable[[], Any] = lambda: None,
   flush: Callable[[Any], None] = lambda pending: None,
 ) -> None:
   """Runs this block's share of the tiles.
 
   Args:
-    num_tiles: dealt to the clusters in turn; see ``MatmulTuning.waves``.
+    num_tiles: of all clusters.
     describe: the work of a tile's index and of a block's index in the cluster.
     load: loads the steps of a tile: given the steps before it and its owner.
     compute: multiplies a tile, or a strip of it, given the same and what is not stored yet, and
       returns what it leaves to be stored.
+    dealt: which tiles are this block's.
     ring: shared by both.
     tile: its number of strips decides who computes.
-    tuning: of the kernel, placed.
+    registers: of a thread that multiplies, and of one that loads.
     pending: what is to be stored before the first tile: nothing, in the form of something.
     flush: stores what is left.
   """
-  stride, rank = tuning.clusters, lax.axis_index(_CLUSTER_AXIS)
-  others = lax.axis_size(_BLOCK_AXIS) - stride * tuning.waves  # which come before
-  block = lax.axis_index(_BLOCK_AXIS) - others
-  first_tile, end_tile = share(jnp.int32(num_tiles), block, stride, tuning.waves)
-  count = lax.div(end_tile - first_tile + stride - 1, jnp.int32(stride))
+  rank, group = lax.axis_index(_CLUSTER_AXIS), lax.axis_index(_GROUP_AXIS)
+  multiplies, loads = registers
   last = lax.max(jnp.int32(num_tiles - 1), jnp.int32(0))
-  group = lax.axis_index(_GROUP_AXIS)
   together = tile.strips == MULTIPLYING
 
-  def run(body: Callable[[Work, Array, Array, Any], Any], state: Any) -> tuple[Array, Any]:
-    def step(i: Array, carry: tuple[Scalars, Array, Any]) -> tuple[Scalars, Array, Any]:
-      (steps, *rest), before, state = carry
-      # Read what comes next before this tile starts, which hides the latency.
-      following = scalars(lax.min(first_tile + (i + 1) * stride, last))
+  def described(t: Array) -> Scalars:
+    work = describe(lax.min(t, last), rank)
+    return t, work.steps, *work.rest
+
+  def run(body: Callable[[Work, Array, Array, Any], Any], state: Any, loading: bool) -> Any:
+    def step(i: Array, carry: deal.Carry) -> deal.Carry:
+      (_, steps, *rest), before, state = carry
+      begun = dealt.begin(i + 1, described, loading)  # which hides its latency
       owner = jnp.int32(0) if together else lax.rem(i, jnp.int32(2))
-      return following, before + steps, body(Work(steps, tuple(rest)), before, owner, state)
+      state = body(Work(steps, tuple(rest)), before, owner, state)
+      return dealt.end(i + 1, begun, described, loading), before + steps, state
 
-    first = scalars(lax.min(first_tile, last)), jnp.int32(0), state
-    return lax.fori_loop(0, count, step, first)[1:]
-
-  def scalars(t: Array) -> Scalars:
-    work = describe(t, rank)
-    return work.steps, *work.rest
+    none = jnp.int32(0)
+    first = dealt.end(none, dealt.begin(none, described, loading), described, loading)
+    return dealt.each(jnp.int32(num_tiles), step, (first, none, state), loading)[1:]
 
   def compute_mine(work: Work, before: Array, owner: Array, state: Any) -> Any:
     if together:
@@ -177,14 +181,16 @@ def persist(
 
   @when(group < MULTIPLYING)
   def _() -> None:
-    plgpu.set_max_registers(240, action="increase")
-    flush(run(compute_mine, pending())[1])
+    plgpu.set_max_registers(multiplies, action="increase")
+    flush(run(compute_mine, pending(), loading=False)[1])
     plgpu.wait_smem_to_gmem(0)  # landed: the kernel may be part of one that peers take part in
 
   @when(group == MULTIPLYING)
   def _() -> None:
-    plgpu.set_max_registers(24, action="decrease")
-    ring.finish(run(lambda work, before, owner, _: load(work, before, owner), None)[0])
+    plgpu.set_max_registers(loads, action="decrease")
+    ring.finish(
+      run(lambda work, before, owner, _: load(work, before, owner), None, loading=True)[0]
+    )
 
 
 def strip_index(tile: Tile) -> Array:
@@ -231,8 +237,8 @@ def launch(
 
   Args:
     body: called with references to operands, results and shared memory, the barriers of the ring
-      (full, free), and one for the warpgroups that multiply; and if it reads what the transfer
-      brings, with references to that and the slots' arrivals.
+      (full, free), one for the warpgroups that multiply, and which tiles are the block's; and if it
+      reads what the transfer brings, with references to that and the slots' arrivals.
     operands: arrays.
     loads: that arrive at a stage.
     out_type: of the results, the first of them those of ``into``.
@@ -245,7 +251,8 @@ def launch(
       kernel does not write stays. Not with ``beside``.
     beside: a transfer with as many workers a block as this kernel has warpgroups, which does not
       touch this kernel's operands. It runs in blocks of its own, the first ones: the device starts
-      them first, so that on no rank they wait for blocks that multiply.
+      them first, so that on no rank they wait for blocks that multiply. The last of these start
+      where the transfer's have ended, and claim what is left.
     reads_beside: whether the body reads the transfer's results. It has to wait for each slot.
 
   Returns:
@@ -271,17 +278,25 @@ def launch(
     )
     if into:
       outs = [*ride_inputs, *outs]
-    views, *barriers = rest
+    views, full, free, both, *queue = rest
     *views, buffers = views if beside else (*views, ())
+    block, barriers = lax.axis_index(_BLOCK_AXIS), (full, free, both)
+    in_turn = InTurn(block, tuning.clusters)
     if not beside:
-      body(inputs, outs, views, *barriers)
+      body(inputs, outs, views, *barriers, in_turn)
       return
-    block, semaphores = lax.axis_index(_BLOCK_AXIS), ride.semaphore_refs()
+    semaphores, rides = ride.semaphore_refs(), ride.has_work(ride_inputs)
+    counter = pl.get_global(plgpu.SemaphoreType.REGULAR(deal.COUNTER))
+    claims = Claims(counter, in_turn, rides, *queue)
     arrivals = tiles.Arrivals(semaphores, ride.tuning)
     brought = (ride_outs, arrivals) if reads_beside else ()
     ride_refs = ride_inputs, ride_outs, ride_scratch, buffers, semaphores
-    when(block < riding)(lambda: ride.body(*ride_refs))
-    when(block >= riding)(lambda: body(inputs, outs, views, *barriers, *brought))
+    # Without work there, the last blocks are too many: the first ones take their place.
+    cond(
+      lax.select(rides, block >= riding, block < tuning.clusters),
+      lambda: body(inputs, outs, views, *barriers, claims, *brought),
+      lambda: when(rides)(lambda: ride.body(*ride_refs)),
+    )
 
   results = launch_kernel(
     both,
@@ -290,7 +305,7 @@ def launch(
     updated=into or ride.updated,
     reaches_others=beside is not None,
     generations=support.WGMMA,
-    grid=(riding + tuning.clusters * tuning.waves,),
+    grid=(riding + tuning.clusters,),
     grid_names=(_BLOCK_AXIS,),
     cluster=(tuning.cluster,),
     cluster_names=(_CLUSTER_AXIS,),
@@ -305,6 +320,7 @@ def launch(
         collective_axes=(_CLUSTER_AXIS,), num_arrivals=tile.strips, num_barriers=tuning.stages
       ),
       plgpu.Barrier(num_arrivals=MULTIPLYING),
+      *(deal.queue_types() if beside else ()),
     ],
     compiler_params=plgpu.CompilerParams(
       # Only this lowering lets two views name one memory.
@@ -321,5 +337,5 @@ def launch(
 
 
 _NO_TRANSFER = Transfer(
-  (), (), (), (), (), lambda *_: None, lambda _: None, TransferTuning(), "", (0, 0)
+  (), (), (), (), (), lambda *_: None, lambda _: None, TransferTuning(), "", (0, 0), 0
 )

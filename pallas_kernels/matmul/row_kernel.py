@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout, pipeline
+from pallas_kernels.matmul.deal import Claims, InTurn
 from pallas_kernels.matmul.layout import DEPTH, EVEN_SIZES, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.operands import Result
 from pallas_kernels.matmul.pipeline import Ring, Work
@@ -33,6 +34,7 @@ def body(
   full: Any,
   free: Any,
   _: Any,
+  dealt: InTurn | Claims,
   arriving: Sequence[Any] = (),
   arrivals: Arrivals | None = None,
   *,
@@ -67,7 +69,7 @@ def body(
     if brought:
       row, col = layout.home_first(t, num_rows, table[4, 0], num_groups, band, tuning.clusters)
     else:
-      row, col = layout.position(t, lax.max(num_rows, jnp.int32(1)), num_groups, band)
+      row, col = layout.position(t, num_rows, num_groups, band)
     # The last tile may begin inside the one before: both compute the same bits.
     col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
     return Work(jnp.int32(num_steps), (table[0, row], table[1, row], table[2, row], col))
@@ -266,10 +268,12 @@ def body(
     return sums, jnp.int32(0), jnp.int32(0), jnp.int32(0)
 
   num_tiles = num_rows * (num_cols // tuning.cluster)
-  run = functools.partial(pipeline.persist, num_tiles, describe, load)
+  claims = isinstance(dealt, Claims)
+  registers = pipeline.MORE_TO_LOAD if claims else pipeline.FEW_TO_LOAD
+  persist = functools.partial(pipeline.persist, num_tiles, describe, load, registers=registers)
   if tuning.even:
-    run(compute_even, ring, tile, tuning)
+    persist(compute_even, dealt, ring, tile)
   elif tuning.schedule == "deferred":
-    run(compute, ring, tile, tuning, pending=nothing, flush=store_all)
+    persist(compute, dealt, ring, tile, pending=nothing, flush=store_all)
   else:
-    run(compute, ring, tile, tuning)
+    persist(compute, dealt, ring, tile)

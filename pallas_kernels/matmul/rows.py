@@ -70,7 +70,7 @@ def multiply_rows(
     group_size_P: ``[P]`` int32.
     transpose_rhs: the weights are ``[…, N, K]``.
     results: the arrays' parts.
-    tuning: of the kernel; ``None``: the default, which makes room for what runs beside it.
+    tuning: of the kernel; ``None``: the default.
     kernel_name: in traces.
     biases: added to the sums in float32, ``[P, N]`` for each array of weights
       (``[P, split * N]``), or none.
@@ -90,7 +90,7 @@ def multiply_rows(
   capacity, cols, num_home = check(contractions, group_size_P, transpose_rhs, biases)
   weights = contractions[0].weights
   tuning, tile = _lay_out(
-    tuning or layout.make_room(beside is not None),
+    tuning or MatmulTuning(),
     results,
     capacity,
     cols,
@@ -189,7 +189,7 @@ def _lay_out(
   even = even if tuning.even is None else tuning.even
   # Transposed, the sums of neighbouring columns are in different threads.
   if even and not pairs:
-    tuning = dataclasses.replace(EVEN, blocks=tuning.blocks, waves=tuning.waves).placed()
+    tuning = dataclasses.replace(EVEN, blocks=tuning.blocks).placed()
     return tuning, Tile(EVEN_SIZES[-1], min(EVEN_COLS // weights, cols), tuning.strips)
   if biased and weights > 1 and tuning.schedule == "deferred":
     # Registers do not hold both biases beside the sums of two tiles.

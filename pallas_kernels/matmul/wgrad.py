@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.matmul import layout, pipeline
+from pallas_kernels.matmul.deal import Claims, InTurn
 from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.sums import sum_lines
@@ -105,7 +106,7 @@ def wgrad_beside(
   layout.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
   layout.expect_multiple("K", depth, UNIT)
   layout.expect_multiple("N", cols, UNIT)
-  tuning = tuning or layout.make_room(transfer is not None, IN_TURNS)
+  tuning = tuning or IN_TURNS
   if tuning.schedule == "deferred":
     raise ValueError(f"tuning: expected 'together' or 'in_turns', got {tuning.schedule!r}")
   tile = layout.choose_tile(depth, cols, 1, tuning)
@@ -188,6 +189,7 @@ def _body(
   full: Any,
   free: Any,
   both: Any,
+  dealt: InTurn | Claims,
   *,
   num_home: int,
   adds: bool,
@@ -287,4 +289,4 @@ def _body(
       when(slot >= num_home)(lambda: store(outs[1], slot - num_home, views[-1][-1]))
 
   num_tiles = table[4, 0] * slot_tiles
-  pipeline.persist(num_tiles, describe, load, compute, ring, tile, tuning)
+  pipeline.persist(num_tiles, describe, load, compute, dealt, ring, tile)

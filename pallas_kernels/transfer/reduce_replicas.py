@@ -145,6 +145,7 @@ def reduction(
     tuning=tuning,
     name="reduce_replicas",
     semaphores=(tuning.num_workers, num_others + num_slots),
+    work=_Fields.COUNT,
   )
 
 

@@ -152,12 +152,13 @@ def replication(
     tuning=tuning,
     name="replicate",
     semaphores=(_ARRIVALS + tuning.num_workers, num_slots),
+    work=_Fields.INVOLVED,
     watched=True,
   )
 
 
 class _Fields:
-  """Where the parts of the work list lie: a count, a flag per own slot, five columns a copy.
+  """Where the parts of the work list lie: two counts, a flag per own slot, five columns a copy.
 
   A copy is one slot that this rank fills. Copies of one turn are neighbours. In a turn, copies of
   one source are, those that are forwarded first. Sources are home experts (below M) and own slots
@@ -165,7 +166,8 @@ class _Fields:
   """
 
   COUNT = 0
-  FILLED = 1  # own slots: they are waited for at the end
+  INVOLVED = 1  # copies that this rank sends or gets
+  FILLED = 2  # own slots: they are waited for at the end
   COLUMNS = 5
   CHILD, SOURCE = 0, 1  # the filled slot (rank * S + slot); its source
   RELAYED_END, END, TURN_END = 2, 3, 4  # of the source's copies that are forwarded, of all; turn's
@@ -240,6 +242,7 @@ def _work_list(
   is_own_N = tree.filled_N & (lax.div(slot_N, jnp.int32(num_slots)) == rank)
   own_N = jnp.where(is_own_N, _Fields.FILLED + slot_N - rank * num_slots, -1)
   count_LN = (field_L1 == _Fields.COUNT) & mine_N[None, :]
+  count_LN |= (field_L1 == _Fields.INVOLVED) & (mine_N | is_own_N)[None, :]
   work_LN = (count_LN | (field_L1 == own_N[None, :])).astype(jnp.int32)
   # Fields of copies, by division.
   field_of_copy_L = np.arange(length, dtype=np.int32) - _Fields.copy(num_slots, 0, 0)

@@ -214,7 +214,7 @@ class Transfer:
   rest of the GPU computes. XLA runs kernels one after the other, so this is how they overlap.
 
   Attributes:
-    operands: arrays.
+    operands: arrays. The first one is the work list, a vector of int32.
     updated: arrays that it changes in place.
     out_type: of the results.
     scratch_types: barriers.
@@ -226,6 +226,7 @@ class Transfer:
     name: of the kernel, when alone.
     semaphores: their shape. All blocks share them: XLA clears them before the kernel, and those of
       each block would be as many times more as the matmul beside has blocks.
+    work: where in the work list a number stands that is 0 on ranks that have no part in it.
     watched: whether the first are those of slots (``Arrivals``), which a block more watches.
   """
 
@@ -239,12 +240,17 @@ class Transfer:
   tuning: TransferTuning
   name: str
   semaphores: tuple[int, int]
+  work: int
   watched: bool = False
 
   @property
   def blocks(self) -> int:
     """Of the kernel, or of its first ones."""
     return self.tuning.num_blocks + self.watched
+
+  def has_work(self, operand_refs: Sequence[Any]) -> Array:
+    """Whether this rank has a part in it (inside a kernel); else the body does nothing."""
+    return operand_refs[0][self.work] > 0
 
   def semaphore_refs(self) -> Any:
     """References to the semaphores (inside a kernel)."""

@@ -402,6 +402,17 @@ def _update(change: Callable[..., None], groups: Any, here: Any, key: Any, *args
     change(shared.mem[place].content, index[chosen], value[chosen])
 
 
+def _take_one(groups: Any, here: _Here, counter: Any, queue: Any, place: Any) -> None:
+  """What a counter was, before one is added, into an element of a vector."""
+  del groups, here
+  shared = gpu_callbacks._get_shared_memory()
+  key = gpu_callbacks.HostAllocationKey.from_array(np.asarray(queue))
+  with _changed, shared.lock:
+    semaphore = _semaphore(shared, counter, (0,))
+    shared.mem[key].content[int(place)] = semaphore[0]
+    semaphore[0] += 1
+
+
 def _meet(arrives: bool, waits: bool, of: str, groups: tuple[int, int], here: _Here) -> None:
   """Arrives at the barrier of a block or a cluster, waits for it, or both."""
   shared = gpu_callbacks._get_shared_memory()
@@ -423,6 +434,7 @@ _EFFECTS: dict[str, Callable[..., None]] = {
   "add": functools.partial(_update, np.add.at),
   "min": functools.partial(_update, np.minimum.at),
   "max": functools.partial(_update, np.maximum.at),
+  "take_one": _take_one,
   "join_warpgroup": lambda *_: None,  # whose threads are interpreted in step
   "join_block": functools.partial(_meet, True, True, "block"),
   "arrive_at_cluster": functools.partial(_meet, True, False, "cluster"),

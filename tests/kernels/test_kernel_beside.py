@@ -81,7 +81,6 @@ def on_ranks(function, tuning, plan, ranks=RANKS, check_vma=True):
 @pytest.fixture
 def few_blocks(monkeypatch):
   monkeypatch.setattr(support, "num_sms", lambda: 1)
-  monkeypatch.setattr(layout, "_WAVES_BESIDE", 1)
 
 
 @pytest.mark.slow
@@ -146,6 +145,30 @@ def test_rows_of_replicas_wait_for_their_copies(matmul, even, few_blocks):
       gate, up = (jnp.asarray(each, jnp.float32) for each in expected)
       expected = [reglu(gate, up).astype(jnp.bfloat16)]
     np.testing.assert_array_equal(np.asarray(out[part])[:used], expected[0])
+
+
+NO_COPY = jnp.full_like(REPLICA, -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "plan", [(REPLICA, PARENT), (NO_COPY, NO_COPY)], ids=["claimed", "in turn"]
+)
+def test_every_tile_is_computed_by_one_of_several_blocks(plan, monkeypatch):
+  """Blocks have more tiles than their queue has room for."""
+  monkeypatch.setattr(support, "num_sms", lambda: 2)
+  rng = np.random.default_rng(0)
+  rows, weights = exact(rng, RANKS * 256, 64), exact(rng, RANKS * HOME, 64, 512)
+  sizes = jnp.array([[256, 0], [128, 128]] if plan[0][1] >= 0 else [[256, 0], [256, 0]], jnp.int32)
+  tuning = TransferTuning(blocks=1, workers=3, tile_bytes=1024)
+  matmul = layout.MatmulTuning("in_turns", rows=64, cols=64, even=False)
+  with interpreted(races=True):
+    run = on_ranks(functools.partial(matmul_by_copies, matmul=matmul), tuning, plan)
+    out, _ = jax.block_until_ready(run(rows, weights, sizes.reshape(-1)))
+  for rank in range(RANKS):
+    part = slice(256 * rank, 256 * rank + 256)
+    expected = products(rows[part], np.stack([weights[rank], weights[0]]), sizes[rank])
+    np.testing.assert_array_equal(out[part], expected)
 
 
 @pytest.mark.slow

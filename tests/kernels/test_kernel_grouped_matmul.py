@@ -41,7 +41,7 @@ TUNINGS = [
   MatmulTuning(even=False),
   MatmulTuning("deferred", auto_barriers=False, even=False),
   MatmulTuning(rows=256, cols=192, stages=3, even=False),
-  MatmulTuning("in_turns", stages=6, waves=2, even=False),
+  MatmulTuning("in_turns", stages=6, even=False),
   MatmulTuning("in_turns", stages=6, cluster=2, even=False),
   MatmulTuning(even=True),
 ]

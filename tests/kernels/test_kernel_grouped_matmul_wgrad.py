@@ -39,7 +39,7 @@ SHAPES = [
 ]
 TUNINGS = {
   "together": MatmulTuning(),
-  "few stages": MatmulTuning(stages=3, buffers=3, waves=2, auto_barriers=False),
+  "few stages": MatmulTuning(stages=3, buffers=3, auto_barriers=False),
   "in pairs": MatmulTuning(cluster=2),
   "in turns": MatmulTuning("in_turns", stages=6),
 }

@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import pallas_kernels
 from pallas_kernels import support
 from pallas_kernels.launch import launch, shared_bytes
-from pallas_kernels.matmul import layout
 from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.transfer.dispatch import dispatch_scaled
 from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
@@ -111,8 +110,6 @@ def test_blocks_are_one_for_each_sm(sms, monkeypatch):
   assert TransferTuning(blocks=12, workers=3).placed().num_workers == 36
   assert MatmulTuning().placed().clusters == sms
   assert MatmulTuning(cluster=4).placed().clusters == sms // 4
-  beside = layout.make_room(True).placed()
-  assert beside.waves > 1 and beside.clusters == sms
   for tuning in (TransferTuning(blocks=sms + 1), MatmulTuning(blocks=sms + 1)):
     with pytest.raises(ValueError, match=f"blocks: expected at most the {sms} SMs of the device"):
       tuning.placed()

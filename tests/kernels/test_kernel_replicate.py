@@ -165,7 +165,9 @@ def decoded(work, slots):
       sources.append((source, copies[: relayed_end - index], copies[relayed_end - index :]))
       index = end
     turns.append(sources)
-  return np.flatnonzero(work[_Fields.FILLED :][:slots]).tolist(), turns
+  filled = np.flatnonzero(work[_Fields.FILLED :][:slots]).tolist()
+  assert work[_Fields.INVOLVED] == work[_Fields.COUNT] + len(filled)
+  return filled, turns
 
 
 @settings(max_examples=60)

@@ -96,7 +96,7 @@ GOOD = {"operation": "forward", "widths": [1, 2], "tuning": {"schedule": "deferr
     ({"tuning": {"blocks": 0}}, "blocks: expected at least 1, got 0"),
     ({"tuning": {"blocks": "132"}}, "blocks: expected an int, got str"),
     ({"tuning": {"blocks": 133, "cluster": 2}}, "blocks: expected a multiple of 2, got 133"),
-    ({"tuning": {"waves": 0}}, "waves: expected at least 1, got 0"),
+    ({"tuning": {"band": 0}}, "band: expected at least 1, got 0"),
     ({"tuning": {"schedule": "later"}}, "schedule: expected one of"),
     ({"tuning": {"band": 128}}, "band: expected at least 256"),
     ({"tuning": {"stages": 5}}, "stages: expected at most 229376 shared bytes, got 245760"),

@@ -48,8 +48,9 @@ def _copying(experts: Sequence[Array]) -> Transfer:
   """Copies each expert of ``[S, ...]`` arrays to a slot, in a turn of its own.
 
   In no plan does a rank send itself copies. So what there is to send is listed here, as
-  ``replication`` would: how many copies there are, which slots are filled, and of each copy the
-  slot, the expert, and where copies end that are forwarded, of the same expert, of the same turn.
+  ``replication`` would: how many copies are sent, how many are sent or got, which slots are filled,
+  and of each copy the slot, the expert, and where copies end that are forwarded, of the same
+  expert, of the same turn.
   """
   slots = experts[0].shape[0]
   none = jnp.full((1, slots), -1, jnp.int32)
@@ -58,6 +59,6 @@ def _copying(experts: Sequence[Array]) -> Transfer:
     raise ValueError(f"experts: expected at least one, got {slots}")
   work, *rest = copying.operands
   copies = ((slot, slot, slot, slot + 1, slot + 1) for slot in range(slots))
-  listed = [slots, *[1] * slots, *itertools.chain(*copies)]
+  listed = [slots, slots, *[1] * slots, *itertools.chain(*copies)]
   listed += [0] * (work.size - len(listed))
   return dataclasses.replace(copying, operands=[jnp.array(listed, jnp.int32), *rest])

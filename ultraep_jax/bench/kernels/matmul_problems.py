@@ -23,7 +23,6 @@ from pallas_kernels import (
   grouped_matmul,
   grouped_matmul_sum,
   grouped_matmul_wgrad,
-  make_room,
 )
 from ultraep_jax.activations import clamped_swiglu, swiglu
 from ultraep_jax.bench.contest import Contest, Program
@@ -166,9 +165,8 @@ class Problem:
 
   @property
   def default(self) -> MatmulTuning:
-    """The kernel's own; with room for a transfer also without one, so that one GPU can time it."""
-    wgrad = self.operation.startswith("wgrad")
-    return make_room(self.operation.endswith("beside"), IN_TURNS if wgrad else MatmulTuning())
+    """The kernel's own."""
+    return IN_TURNS if self.operation.startswith("wgrad") else MatmulTuning()
 
   def tuned(self, tunings: Tunings) -> MatmulTuning:
     """As the layer runs it."""

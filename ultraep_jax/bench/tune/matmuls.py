@@ -40,7 +40,6 @@ _MORE = {
   "128 x 384": MatmulTuning(rows=128, cols=384, stages=3),  # of two weights
   "band 1024": MatmulTuning(band=1024),
   "band 4096": MatmulTuning(band=4096),
-  "four waves": MatmulTuning(waves=4),
   "in turns, band 4096": dataclasses.replace(_IN_TURNS, band=4096),
   "in turns, band 1024": dataclasses.replace(_IN_TURNS, band=1024),
   "bare": MatmulTuning(auto_barriers=False),
@@ -70,8 +69,6 @@ def candidates(problem: Problem, more: bool) -> dict[str, MatmulTuning]:
       continue  # all columns are in one band already
     if not wgrad:
       tuning = dataclasses.replace(tuning, even=bool(tuning.even))
-    if tuning.waves == 1:
-      tuning = dataclasses.replace(tuning, waves=problem.default.waves)
     if (laid_out := _as_laid_out(problem, tuning)) not in known:
       known.append(laid_out)
       tried[label] = tuning
@@ -91,7 +88,7 @@ def _as_laid_out(problem: Problem, tuning: MatmulTuning) -> tuple[Tile, MatmulTu
   if problem.operation.startswith("wgrad"):
     short_last = even = None
   if even:
-    tuning = dataclasses.replace(EVEN, blocks=tuning.blocks, waves=tuning.waves)
+    tuning = dataclasses.replace(EVEN, blocks=tuning.blocks)
     return problem.tile(tuning), tuning
   rest = dataclasses.replace(tuning, rows=None, cols=None, short_last=short_last, even=even)
   return problem.tile(tuning), rest
