@@ -68,8 +68,8 @@ class MatmulTuning:
       or each after those of its group, whose weights are in the cache. ``None``: if groups are
       large, or not small and their weights large. Weight gradients have no such tiles.
     even: whether each group is divided into tiles of equally many rows, as few as there can be.
-      They are laid out as ``EVEN``: of the other fields, blocks counts. ``None``: where
-      groups are not small. Neither interleaved columns nor weight gradients have such tiles.
+      They are laid out as ``EVEN``: of the other fields, only blocks counts. ``None``: where groups
+      are not small. Neither interleaved columns nor weight gradients have such tiles.
     cluster: blocks that work on neighbouring columns and load their common rows once, if the
       columns allow.
     auto_barriers: whether the compiler puts a warpgroup's barrier before every copy and around

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.matmul import layout
+from pallas_kernels.matmul.deal import InTurn
 from pallas_kernels.matmul.layout import MatmulTuning, Tile
 
 
@@ -45,6 +46,26 @@ def test_tiles_of_home_slots_come_first_where_replicas_arrive(home, others, band
     assert (
       len({col for _, col in part[: len(part) * min(band, num_cols) // (2 * num_cols)]}) <= band
     )
+
+
+@pytest.mark.parametrize("clusters", [132, 66, 39, 8])
+@pytest.mark.parametrize("num_tiles", [0, 1, 131, 132, 1000, 6144])
+def test_every_tile_that_is_dealt_in_turn_has_one_owner(num_tiles, clusters):
+  """And owners have equally many, but for one."""
+
+  def owned(cluster):
+    dealt = InTurn(cluster, clusters)
+
+    def step(i, carry):
+      (t,), tiles_T = carry
+      return (dealt.tile(i + 1),), tiles_T.at[t].add(1, mode="clip")
+
+    first = (dealt.tile(jnp.int32(0)),), jnp.zeros(num_tiles + 1, jnp.int32)  # past all: no tile
+    return dealt.each(jnp.int32(num_tiles), step, first, loading=False)[1]
+
+  owned_BT = np.asarray(jax.vmap(owned)(jnp.arange(clusters, dtype=jnp.int32)))
+  assert owned_BT.sum(axis=0).tolist() == [1] * num_tiles + [0]
+  assert np.ptp(owned_BT.sum(axis=1)) <= 1
 
 
 @pytest.mark.parametrize(
