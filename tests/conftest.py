@@ -13,6 +13,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # XLA splits a program to compile its parts side by side, which costs more; each core has a worker.
 if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
   os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+# XLA:CPU runs parts of a device's program side by side, and forgets the order of collectives in
+# loops when it reads the program from the cache: ranks would wait for each other for ever.
+if "xla_cpu_multi_thread_eigen" not in os.environ["XLA_FLAGS"]:
+  os.environ["XLA_FLAGS"] += " --xla_cpu_multi_thread_eigen=false"
 # The emitters that jaxlib 0.11 has besides compile in half the time; later versions ignore this.
 if "xla_backend_extra_options" not in os.environ["XLA_FLAGS"]:
   os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"

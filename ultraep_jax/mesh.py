@@ -138,10 +138,11 @@ def mesh_max(value: Array, same_along: AxisName = ()) -> Array:
 def after(value: Array, count: Array, *earlier: Array) -> Array:
   """The same value, for a portable collective that must follow those which made ``earlier``.
 
-  XLA:CPU runs a loop's collectives beside later ones that do not need its results, on each rank in
-  an order of its own, and those of one kind then meet the wrong ones (seen in jax 0.11.2). It drops
-  barriers before that, so this is a select on what is never true: that ``count``, a scalar, is
-  negative. Only the data say that it is not, so no simplification can find it out.
+  In a program that JAX's persistent cache gave back, XLA:CPU runs a loop's collectives beside
+  others that do not need its results, on each rank in an order of its own. Ranks then wait for each
+  other for ever, or take what another exchange of the same kind brought (seen in jax 0.11.2 and
+  0.12.0). It drops barriers before that, so this is a select on what is never true: that ``count``,
+  a scalar, is negative. Only the data say that it is not, so no simplification can find it out.
   """
   firsts = (array.reshape(-1)[0] for array in earlier if array.size)
   any_of_them = functools.reduce(jnp.logical_or, (first > 0 for first in firsts), jnp.bool_(False))

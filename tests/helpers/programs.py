@@ -73,9 +73,21 @@ class _Operation(NamedTuple):
   needs: frozenset[int]
 
 
+class _Value(NamedTuple):
+  """What a value needs, and what is equal for values that are."""
+
+  needs: frozenset[int]
+  same: Any
+
+
 def unordered_exchanges(jaxpr, *primitives: str) -> Iterator[tuple[Any, Any]]:
-  """As ``unordered_loops``, of a traced program, and each loop against all that is beside it."""
+  """As ``unordered_loops``, of a traced program, and each loop against all that is beside it.
+
+  What is written twice, outside of loops, counts once, as XLA computes it once.
+  """
   operations: list[_Operation] = []
+  seen: dict[tuple, list[_Value]] = {}
+  nothing = _Value(frozenset(), object())
 
   def has_exchange(eqn) -> bool:
     inner = jax.extend.core.jaxprs_in_params(eqn.params)
@@ -83,30 +95,37 @@ def unordered_exchanges(jaxpr, *primitives: str) -> Iterator[tuple[Any, Any]]:
       has_exchange(each) for jaxpr in inner for each in jaxpr.eqns
     )
 
-  def walk(jaxpr, known: dict[Any, frozenset[int]]) -> list[frozenset[int]]:
+  def walk(jaxpr, known: dict[Any, _Value]) -> list[_Value]:
     """What each result needs; calls are taken apart, loops are not."""
+    known |= {var: _Value(frozenset(), var) for var in jaxpr.constvars}
 
-    def needs(atom) -> frozenset[int]:
-      return known.get(atom, frozenset()) if isinstance(atom, jax.extend.core.Var) else frozenset()
+    def value(atom) -> _Value:
+      if isinstance(atom, jax.extend.core.Var):
+        return known.setdefault(atom, _Value(frozenset(), atom))
+      return nothing._replace(same=str(atom))
 
     for eqn in jaxpr.eqns:
-      of_operands = [needs(atom) for atom in eqn.invars]
+      operands = [value(atom) for atom in eqn.invars]
       inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
       loop = eqn.primitive.name in ("while", "scan", "cond")
+      text = object() if loop else str(eqn.params)
+      key = eqn.primitive.name, text, *(each.same for each in operands)
       if len(inner) == 1 and not loop and len(inner[0].invars) == len(eqn.invars):
-        results = walk(inner[0], dict(zip(inner[0].invars, of_operands, strict=True)))
+        results = walk(inner[0], dict(zip(inner[0].invars, operands, strict=True)))
       elif eqn.primitive.name == "optimization_barrier":  # which XLA:CPU drops
-        results = of_operands
+        results = operands
+      elif key in seen:
+        results = seen[key]
       else:
-        every = frozenset().union(*of_operands)
+        needs = frozenset().union(*(each.needs for each in operands))
         if has_exchange(eqn):
-          operations.append(_Operation(eqn, every))
-          every |= {len(operations) - 1}
-        results = [every] * len(eqn.outvars)
+          operations.append(_Operation(eqn, needs))
+          needs |= {len(operations) - 1}
+        results = seen[key] = [_Value(needs, object()) for _ in eqn.outvars]
       known |= dict(zip(eqn.outvars, results, strict=True))
-    return [needs(atom) for atom in jaxpr.outvars]
+    return [value(atom) for atom in jaxpr.outvars]
 
-  used = frozenset().union(*walk(jaxpr, {}))
+  used = frozenset().union(*(each.needs for each in walk(jaxpr, {})))
   for number, (eqn, needs) in enumerate(operations):
     if number not in used or eqn.primitive.name in primitives:
       continue

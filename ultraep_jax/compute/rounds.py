@@ -115,9 +115,7 @@ def _backward(
   static: Static, residuals: tuple, grad_TD: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
   x_TD, gate_TK, weights, routing, first = residuals
-  # One of the weights is enough: all of them cross in one loop.
-  later = weights._replace(wo=ordered(static, routing, weights.wo, grad_TD, *first.hidden))
-  replicas = _replicas(static, x_TD.dtype, later, routing)
+  replicas = _replicas(static, x_TD.dtype, weights, routing)
 
   def round_grads(
     index: Array | int,
@@ -126,7 +124,9 @@ def _backward(
     into: ExpertWeights | None = None,
   ) -> tuple[_Grads, ExpertWeights]:
     assert this.hidden is not None
-    grad_CD = this.crossing.dispatch(ordered(static, routing, grad_TD, this.gate_C, this.rows_CD))
+    forward = this.gate_C, this.rows_CD, *this.hidden
+    grad_CD = this.crossing.dispatch(ordered(static, routing, grad_TD, *forward))
+    replicas = _after(static, routing, replicas, grad_CD)
     grads = experts.expert_backward(
       grad_CD,
       this.gate_C,
@@ -141,12 +141,12 @@ def _backward(
       implementations=static.multiplying,
       tunings=static.tunings,
     )
-    x_grad_TD = this.crossing.combine(grads.rows_CD, None)
+    home = jax.tree.leaves(grads.home)
+    x_grad_TD = this.crossing.combine(ordered(static, routing, grads.rows_CD, *home), None)
     # Else XLA runs the collective of the gates beside matmuls, whose last blocks then wait for the
     # SMs that it holds while it waits for other ranks.
     gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
     gate_grad_TK = this.crossing.collect(ordered(static, routing, gate_C, x_grad_TD))
-    x_grad_TD = ordered(static, routing, x_grad_TD, *jax.tree.leaves(home))
     return _Grads(x_grad_TD, gate_grad_TK, home), grads.copies
 
   total, copies = round_grads(0, first, replicas)
@@ -280,6 +280,7 @@ def _run_round(
     rows_CD, routing = _once_there(rows_CD, routing)
     placed_GS, parent_GS = _placement(routing)
     replicas = dataclasses.replace(replicas, replica_expert_GS=placed_GS, parent_GS=parent_GS)
+  replicas = _after(static, routing, replicas, rows_CD)
   out = experts.expert_forward(
     rows_CD,
     replicas.home,
@@ -313,6 +314,16 @@ def ordered(static: Static, routing: Routing, value: Array, *earlier: Array) -> 
   if "mosaic_gpu" in (*static.replicating, *static.exchanging, *static.multiplying):
     return value
   return after(value, routing.home_rows_G[0], *earlier)
+
+
+def _after(
+  static: Static, routing: Routing, replicas: replicate.Replicas, *earlier: Array
+) -> replicate.Replicas:
+  """The same, ``ordered``: the plan says who passes what, so it is enough that it waits."""
+  if routing.replica_expert_GS is None:
+    return replicas
+  placed_GS = ordered(static, routing, replicas.replica_expert_GS, *earlier)
+  return dataclasses.replace(replicas, replica_expert_GS=placed_GS)
 
 
 def _combine(out: experts.ExpertOutput, this: _Round) -> Array:

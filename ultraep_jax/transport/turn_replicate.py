@@ -6,9 +6,6 @@ that no rank needs are left out: an empty plan has none, and one whose only busy
 has n. Homes send all copies; transfer trees are ignored. The adjoint sends gradients home in the
 same steps, so every home adds them in the same order every time.
 
-By ``ppermute`` and not ``all_to_all``, as XLA:CPU may mix up two collectives of a kind that do not
-wait for each other, and exchanges of tokens have all of the latter.
-
 Shapes: R ranks of a domain.
 """
 
