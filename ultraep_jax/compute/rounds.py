@@ -141,8 +141,8 @@ def _backward(
       implementations=static.multiplying,
       tunings=static.tunings,
     )
-    home = jax.tree.leaves(grads.home)
-    x_grad_TD = this.crossing.combine(ordered(static, routing, grads.rows_CD, *home), None)
+    rows_grad_CD = ordered(static, routing, grads.rows_CD, *jax.tree.leaves(grads.home))
+    x_grad_TD = this.crossing.combine(rows_grad_CD, None)
     # Else XLA runs the collective of the gates beside matmuls, whose last blocks then wait for the
     # SMs that it holds while it waits for other ranks.
     gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
