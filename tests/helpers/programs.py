@@ -87,7 +87,6 @@ def unordered_exchanges(jaxpr, *primitives: str) -> Iterator[tuple[Any, Any]]:
   """
   operations: list[_Operation] = []
   seen: dict[tuple, list[_Value]] = {}
-  nothing = _Value(frozenset(), object())
 
   def has_exchange(eqn) -> bool:
     inner = jax.extend.core.jaxprs_in_params(eqn.params)
@@ -97,31 +96,30 @@ def unordered_exchanges(jaxpr, *primitives: str) -> Iterator[tuple[Any, Any]]:
 
   def walk(jaxpr, known: dict[Any, _Value]) -> list[_Value]:
     """What each result needs; calls are taken apart, loops are not."""
-    known |= {var: _Value(frozenset(), var) for var in jaxpr.constvars}
 
     def value(atom) -> _Value:
       if isinstance(atom, jax.extend.core.Var):
         return known.setdefault(atom, _Value(frozenset(), atom))
-      return nothing._replace(same=str(atom))
+      return _Value(frozenset(), str(atom))
 
     for eqn in jaxpr.eqns:
       operands = [value(atom) for atom in eqn.invars]
       inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
       loop = eqn.primitive.name in ("while", "scan", "cond")
-      text = object() if loop else str(eqn.params)
-      key = eqn.primitive.name, text, *(each.same for each in operands)
       if len(inner) == 1 and not loop and len(inner[0].invars) == len(eqn.invars):
         results = walk(inner[0], dict(zip(inner[0].invars, operands, strict=True)))
       elif eqn.primitive.name == "optimization_barrier":  # which XLA:CPU drops
         results = operands
-      elif key in seen:
-        results = seen[key]
       else:
-        needs = frozenset().union(*(each.needs for each in operands))
-        if has_exchange(eqn):
-          operations.append(_Operation(eqn, needs))
-          needs |= {len(operations) - 1}
-        results = seen[key] = [_Value(needs, object()) for _ in eqn.outvars]
+        params = object() if loop else str(eqn.params)
+        key = eqn.primitive.name, params, *(each.same for each in operands)
+        if key not in seen:
+          needs = frozenset().union(*(each.needs for each in operands))
+          if has_exchange(eqn):
+            operations.append(_Operation(eqn, needs))
+            needs |= {len(operations) - 1}
+          seen[key] = [_Value(needs, object()) for _ in eqn.outvars]
+        results = seen[key]
       known |= dict(zip(eqn.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
 

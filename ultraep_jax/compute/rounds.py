@@ -126,7 +126,7 @@ def _backward(
     assert this.hidden is not None
     forward = this.gate_C, this.rows_CD, *this.hidden
     grad_CD = this.crossing.dispatch(ordered(static, routing, grad_TD, *forward))
-    replicas = _after(static, routing, replicas, grad_CD)
+    replicas = _copies_after(static, routing, replicas, grad_CD)
     grads = experts.expert_backward(
       grad_CD,
       this.gate_C,
@@ -280,7 +280,7 @@ def _run_round(
     rows_CD, routing = _once_there(rows_CD, routing)
     placed_GS, parent_GS = _placement(routing)
     replicas = dataclasses.replace(replicas, replica_expert_GS=placed_GS, parent_GS=parent_GS)
-  replicas = _after(static, routing, replicas, rows_CD)
+  replicas = _copies_after(static, routing, replicas, rows_CD)
   out = experts.expert_forward(
     rows_CD,
     replicas.home,
@@ -316,7 +316,7 @@ def ordered(static: Static, routing: Routing, value: Array, *earlier: Array) -> 
   return after(value, routing.home_rows_G[0], *earlier)
 
 
-def _after(
+def _copies_after(
   static: Static, routing: Routing, replicas: replicate.Replicas, *earlier: Array
 ) -> replicate.Replicas:
   """The same, ``ordered``: the plan says who passes what, so it is enough that it waits."""
