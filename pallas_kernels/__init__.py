@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from pallas_kernels.matmul.gated import Gated, Projections, gated_beside, gated_matmul
+  from pallas_kernels.matmul.gated_grads import gated_grads
   from pallas_kernels.matmul.grouped import (
     grouped_matmul,
     grouped_matmul_sum,
@@ -72,6 +73,7 @@ __all__ = [
   "dispatch_scaled",
   "even_tiles_pay",
   "gated_beside",
+  "gated_grads",
   "gated_matmul",
   "grouped_matmul",
   "grouped_matmul_sum",
@@ -95,6 +97,7 @@ __all__ = [
 ]
 _MODULES = {
   "matmul.gated": ("Gated", "Projections", "gated_beside", "gated_matmul"),
+  "matmul.gated_grads": ("gated_grads",),
   "matmul.grouped": (
     "grouped_matmul",
     "grouped_matmul_sum",

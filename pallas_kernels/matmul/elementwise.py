@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 from pallas_kernels.support import Array
@@ -17,6 +18,8 @@ _ELEMENTWISE = frozenset(
     *("convert_element_type", "stop_gradient"),
   }
 )
+# What derivatives have and Mosaic has not.
+_INSTEAD = {"add_any": lax.add, "one_minus_square": lambda x: (1 + x) * (1 - x)}
 
 
 def elementwise(
@@ -29,14 +32,33 @@ def elementwise(
   Raises:
     NotImplementedError: an operation that it does not have, or that is not elementwise.
   """
+  operations = _operations(function, arguments, shape)
+  return lambda *args: operations(*args)[0]
+
+
+def elementwise_vjp(
+  function: Callable[..., Array], arguments: int, shape: tuple[int, ...]
+) -> Callable[..., list[Array]]:
+  """``(*arguments, gradient) -> [value, *gradients of the arguments]``, as ``elementwise``."""
+
+  def value_and_grads(*args: Array) -> tuple[Array, ...]:
+    value, vjp = jax.vjp(function, *args[:-1])
+    return value, *vjp(args[-1])
+
+  return _operations(value_and_grads, arguments + 1, shape)
+
+
+def _operations(
+  function: Callable[..., Any], arguments: int, shape: tuple[int, ...]
+) -> Callable[..., list[Array]]:
   like = jax.ShapeDtypeStruct(shape, jnp.float32)
   closed: Any = jax.make_jaxpr(function)(*[like] * arguments)
-  if [(x.shape, x.dtype) for x in closed.out_avals] != [(shape, jnp.float32)]:
+  if {(x.shape, x.dtype) for x in closed.out_avals} != {(shape, jnp.dtype(jnp.float32))}:
     raise NotImplementedError(
       f"activation: expected float32 of its argument's shape, got {closed.out_avals}"
     )
   _expect_elementwise(closed, shape)
-  return lambda *args: _evaluate(closed, list(args))[0]
+  return lambda *args: _evaluate(closed, list(args))
 
 
 def _inlined(eqn: core.JaxprEqn) -> Any:
@@ -58,7 +80,9 @@ def _expect_elementwise(closed: Any, shape: tuple[int, ...]) -> None:
     name, inner = eqn.primitive.name, _inlined(eqn)
     if inner is not None:
       _expect_elementwise(inner, shape)
-    elif name not in _ELEMENTWISE and (name != "broadcast_in_dim" or eqn.invars[0].aval.shape):
+    elif name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+      continue
+    elif name not in _ELEMENTWISE and name not in _INSTEAD:
       raise NotImplementedError(f"activation: expected elementwise operations, got {name}")
 
 
@@ -74,7 +98,8 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
     if (inner := _inlined(eqn)) is not None:
       results = _evaluate(inner, operands)
     else:
-      results = eqn.primitive.bind(*operands, **eqn.params)
+      instead = _INSTEAD.get(eqn.primitive.name)
+      results = instead(*operands) if instead else eqn.primitive.bind(*operands, **eqn.params)
       results = results if eqn.primitive.multiple_results else [results]
     values |= zip(eqn.outvars, results, strict=True)
   return [read(x) for x in jaxpr.outvars]

@@ -60,6 +60,37 @@ def apart(first: Array, second: Array) -> tuple[Array, Array]:
   return call(first, second)
 
 
+def together(even: Array, odd: Array) -> tuple[Array, Array]:
+  """The inverse of ``apart``: two neighbours whose columns come from either in turn.
+
+  Lane t has halves of pairs 2t and 2t + 1 and needs pairs t and t + 4.
+  """
+
+  def put_together(ctx: Any, *parts: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
+    del ctx
+    even_GH, odd_GH = (x.registers.reshape(-1, 2) for x in parts)
+    lane = _Lane()
+    shape = parts[0].registers.shape
+    both = np.empty((2 * len(even_GH), 2), object)
+    for (group, half), even_pair in np.ndenumerate(even_GH):
+      held: Any = even_pair, odd_GH[group, half]
+      both[2 * group, half], both[2 * group + 1, half] = lane.pairs(*held)
+    return tuple(
+      mgpu.FragmentedArray(_registers=x.reshape(shape), _layout=parts[0].layout, _is_signed=None)
+      for x in np.split(both, 2)
+    )
+
+  def twin(even: Array, odd: Array) -> tuple[Array, ...]:
+    both = jnp.stack([even, odd], axis=2).reshape(even.shape[0], -1)
+    return tuple(jnp.split(both, 2, axis=1))
+
+  put_together.twin = twin
+  layout = plgpu.Layout.WGMMA
+  result = plgpu.ShapeDtypeStruct(even.shape, even.dtype, layout=layout)
+  call = plgpu.inline_mgpu(arg_types=(layout, layout), return_type=(result, result))(put_together)
+  return call(even, odd)
+
+
 class _Lane:
   """What a lane, the one in the middle of four numbered ``2 * high + low``, gives and takes."""
 
@@ -72,17 +103,28 @@ class _Lane:
     quad = arith.andi(index, self._constant(-4))
     source = arith.addi(quad, arith.shli(low, self._constant(1)))
     self.source = arith.addi(source, high)
-    self.other_source = arith.xori(self.source, self._constant(1))
 
   def halves(self, lower: ir.Value, upper: ir.Value) -> tuple[ir.Value, ir.Value]:
     """From pairs t and t + 4 to the first and the second halves of pairs 2t and 2t + 1."""
     lower, upper, kind = *(mgpu.utils.bitcast(x, self.i32) for x in (lower, upper)), lower.type
     one = self._shuffle(arith.select(self.is_low, upper, lower), self.source)
-    other = self._shuffle(arith.select(self.is_low, lower, upper), self.other_source)
+    other_source = arith.xori(self.source, self._constant(1))
+    other = self._shuffle(arith.select(self.is_low, lower, upper), other_source)
     first, second = (arith.select(self.is_high, *x) for x in ((other, one), (one, other)))
     picked = (self._pick(first, second, bytes) for bytes in (_LOW_HALVES, _HIGH_HALVES))
     low, high = (mgpu.utils.bitcast(x, kind) for x in picked)
     return low, high
+
+  def pairs(self, even: ir.Value, odd: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The inverse: from the first and the second halves to pairs t and t + 4."""
+    even, odd, kind = *(mgpu.utils.bitcast(x, self.i32) for x in (even, odd)), even.type
+    first, second = (self._pick(even, odd, bytes) for bytes in (_LOW_HALVES, _HIGH_HALVES))
+    one = self._shuffle(arith.select(self.is_high, second, first), self.source)
+    other_source = arith.xori(self.source, self._constant(2))
+    other = self._shuffle(arith.select(self.is_high, first, second), other_source)
+    found = (arith.select(self.is_low, *x) for x in ((other, one), (one, other)))
+    lower, upper = (mgpu.utils.bitcast(x, kind) for x in found)
+    return lower, upper
 
   def _shuffle(self, value: ir.Value, source: ir.Value) -> ir.Value:
     code = f"shfl.sync.idx.b32 $0, $1, $2, 0x1f, {ALL_LANES};"

@@ -265,11 +265,13 @@ def _patch_sums() -> None:
   def make(**arguments: Any) -> Any:
     return (Add if getattr(_here, "adds", False) else task)(**arguments)
 
-  def copy_or_add(*, reduction_op: Any, **arguments: Any) -> Any:
+  def copy_or_add(*, reduction_op: Any, predicate: Any, **arguments: Any) -> Any:
     assert reduction_op in (None, "add"), reduction_op
+    if predicate is not None and not predicate:
+      return arguments["token"]
     _here.adds = reduction_op is not None
     try:
-      return copy(reduction_op=None, **arguments)
+      return copy(reduction_op=None, predicate=None, **arguments)
     finally:
       _here.adds = False
 

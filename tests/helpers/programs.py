@@ -10,7 +10,7 @@ import jax.extend
 PLANNING = {"plan_probes", "plan_quotas"}
 # Copies ride in the kernels of matmuls.
 FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"}
-LAYER = FORWARD | {"grouped_matmul_wgrad"}
+LAYER = FORWARD | {"gated_grads", "grouped_matmul_wgrad"}
 EXCHANGE = {"dispatch", "combine"}
 # Of portable programs; their sums and maxima are typed as equal on all ranks, or not.
 COLLECTIVES = ("all_to_all", "ppermute", "all_gather", "all_gather_invariant", "psum", "pmax")

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from ultraep_jax.compute.grouped import (
 )
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport.replicate import Replicas
-from ultraep_jax.types import Array, ExpertWeights
+from ultraep_jax.types import Array, ExpertWeights, Layout
 
 # What backward needs of the experts' forward: the rows times ``ExpertWeights.projections``, biases
 # added, ``[C, F]`` or ``[C, 2F]`` each.
@@ -213,9 +213,6 @@ def expert_backward(
   }
   wgrad = functools.partial(wgrad_beside, **groups, **options, home_dtype=weight_grad_dtype)
   sums = functools.partial(slot_sums, **groups, **options)
-  inner_CF, inner_vjp = jax.vjp(
-    lambda hidden: activations.inner(hidden, home.layout, activation), hidden
-  )
   first, *others = home.projections
   matrices = [first, *_biases(home)], *([weight] for weight in others)
   copying_wo = replicas.copying([home.wo], flat=False)
@@ -228,19 +225,15 @@ def expert_backward(
   else:
     ungated_CF, wo = rows_grad_by_copies(copying_wo, grad_CD, home.wo, group_size_P, **options)
 
-  # The gate scales inner rather than grad, whose rows are longer.
-  wo_grads, brought = wgrad(
-    copying[0], _scaled(inner_CF, gate_C), grad_CD, into_MKN=into and into.wo
-  )
+  between = hidden, ungated_CF, gate_C, group_size_P, home.layout, activation
+  inner_CF, hidden_grad, gate_grad_C = _between(*between, implementations)
+  wo_grads, brought = wgrad(copying[0], inner_CF, grad_CD, into_MKN=into and into.wo)
   biases = brought[1:] if copies is None else _biases(copies)
 
-  # The gate's gradient <expert(row), grad> equals <inner, grad wo^T>: no third matmul again.
-  gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
   bias_grads = []
   if home.wo_bias is not None:
     gate_grad_C += _times_bias(grad_CD, (home.wo_bias, biases[-1]), group_size_P)
     bias_grads = [sums(gate_C, grad_CD, into_MN=into and into.wo_bias)]
-  (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
 
   # Where nothing was added to what a transfer would add to.
   reducing_wo = replicas.reducing([wo_grads[1]], [wo_grads[0]]) if into is None else None
@@ -274,6 +267,40 @@ def expert_backward(
   count = len(into_grads)
   grads = _with_biases(home, total[:count], total[-1], total[count:-1])
   return ExpertGrads(rows_grad_CD, gate_grad_C, grads, copies)
+
+
+def _between(
+  hidden: Hidden,
+  ungated_CF: Array,
+  gate_C: Array,
+  group_size_P: Array,
+  layout: Layout,
+  activation: Activation,
+  implementations: Implementations,
+) -> tuple[Array, Hidden, Array]:
+  """The gated inner rows, and the gradients of ``hidden`` and of the gates.
+
+  The gate scales inner rather than the gradient of the output, whose rows are longer. Its own
+  gradient <expert(row), grad> equals <inner, grad wo^T>, which is ``ungated_CF``: no third matmul
+  again.
+  """
+
+  def by_kernel() -> tuple[Array, Hidden, Array]:
+    unit = activations.unit(activation, layout)
+    arguments = hidden, ungated_CF, gate_C, group_size_P, unit
+    grads = kernels.gated_grads(*arguments, columns=cast("Any", str(layout)))
+    return grads.inner_CN, grads.hidden, grads.gate_C
+
+  def in_jax() -> tuple[Array, Hidden, Array]:
+    inner_CF, inner_vjp = jax.vjp(
+      lambda hidden: activations.inner(hidden, layout, activation), hidden
+    )
+    gate_grad_C = jnp.sum(inner_CF.astype(jnp.float32) * ungated_CF.astype(jnp.float32), axis=1)
+    (hidden_grad,) = inner_vjp(_scaled(ungated_CF, gate_C))
+    return _scaled(inner_CF, gate_C), hidden_grad, gate_grad_C
+
+  candidates = {"mosaic_gpu": by_kernel, "portable": in_jax}
+  return first_that_can((*implementations, "portable"), candidates)
 
 
 def _biases(weights: ExpertWeights) -> list[Array]:

@@ -159,17 +159,20 @@ def cost_on(
   copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
 
-  def rounded() -> PlanCost:
-    return PlanCost(round(copy / row), capacity, round(travelling / row) if beside else 0)
+  def rounded(hidden_by: float) -> PlanCost:
+    return PlanCost(round(copy / row), capacity, round(hidden_by) if beside else 0)
 
-  plan = rounded()
+  plan = rounded(travelling / row)
   shape, home = (width, inner, "backward", weights.num_matrices), weights.expert_size * GRAD_BYTES
-  row += row_seconds(matmuls, *shape)
+  backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
+  row += backward
   copy += slot_seconds(matmuls, *shape)
   copy += steps * copy_seconds(links, size, "backward", beside=beside)
-  copy += steps * (links["reduce_exposed"] if beside else 1.0) * home / links["reduce_rate"]
-  travelling += size / links["copy_rate"] + home / links["reduce_rate"]
-  return LayerCost(plan, fixed_rows, rounded())
+  copy += steps * (links["reduce_exposed"] if beside else 1.0) * gradients
+  travelling += size / links["copy_rate"] + gradients
+  # Gradients travel last, beside half of backward's matmuls.
+  training = rounded(max(travelling / row, gradients / (backward / 2)))
+  return LayerCost(plan, fixed_rows, training)
 
 
 @jax.custom_vjp

@@ -226,7 +226,7 @@ class Replicas:
 
 # Beside a matmul there is time: few SMs with large tiles. Three workers, as its kernels have.
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
-REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=32 * 1024)
+REDUCING = TransferTuning(blocks=32, workers=3, tile_bytes=32 * 1024)
 
 
 def _tuning(

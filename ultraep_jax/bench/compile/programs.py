@@ -122,6 +122,13 @@ def _gated(rows: Array, up: Array, replica_up: Array, sizes: Array) -> list[Arra
   return [gated.inner_CN, *gated.hidden]
 
 
+def _gated_grads(
+  gate_proj: Array, up_proj: Array, grad: Array, gate: Array, sizes: Array
+) -> list[Array]:
+  grads = kernels.gated_grads((gate_proj, up_proj), grad, gate, sizes, swiglu)
+  return [grads.inner_CN, *grads.hidden, grads.gate_C]
+
+
 def _rows_grad(grad: Array, up: Array, replica_up: Array, sizes: Array) -> Array:
   return kernels.grouped_matmul_sum(
     [grad, grad], [up, up], [replica_up, replica_up], sizes, transpose_rhs=True
@@ -160,6 +167,7 @@ _COST = ((2,), jnp.int32)  # of two ranks, one number more than there are
 _SLOTS = ((1, SLOTS), jnp.int32)
 _ROWS = ((CAPACITY, WIDTH), jnp.bfloat16)
 _INNER = ((CAPACITY, INNER), jnp.bfloat16)
+_ROW_GATES = ((CAPACITY,), jnp.float32)
 _UP = ((HOME, WIDTH, INNER), jnp.bfloat16)
 _REPLICA_UP = ((SLOTS, WIDTH, INNER), jnp.bfloat16)
 _SIZES = ((HOME + SLOTS,), jnp.int32)
@@ -181,6 +189,7 @@ _PROGRAMS: Mapping[str, _OnMesh] = {
   "combine": _on_ranks(_combine, _ROWS, _GATES, _CHOICES, _CHOICES),
   "matmul": _on_ranks(kernels.grouped_matmul, _ROWS, _UP, _REPLICA_UP, _SIZES),
   "matmul gated": _on_ranks(_gated, _ROWS, _UP, _REPLICA_UP, _SIZES),
+  "gated gradients": _on_ranks(_gated_grads, _INNER, _INNER, _INNER, _ROW_GATES, _SIZES),
   "matmul rows' gradient": _on_ranks(_rows_grad, _INNER, _UP, _REPLICA_UP, _SIZES),
   "matmul weights' gradient": _on_ranks(_wgrad, _ROWS, _INNER, _SIZES),
   "layer": functools.partial(_layer, False),

@@ -1,0 +1,178 @@
+"""Gradients through what is between the matrices of an expert, in one pass over its rows.
+
+Nothing is multiplied by a matrix, so XLA could do it. But a buffer has room for twice as many rows
+as there are, or more, and XLA would pass over all of them::
+
+  projections ─┐       ┌─► gate · unit(projections)      which the gradient of wo multiplies
+  gradient ────┼─► ────┼─► gradients of projections
+  gate ────────┘       └─► Σ unit(projections) · gradient    the gate's
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import support
+from pallas_kernels.launch import launch
+from pallas_kernels.matmul import layout
+from pallas_kernels.matmul.elementwise import elementwise_vjp
+from pallas_kernels.matmul.gated import Columns
+from pallas_kernels.matmul.layout import UNIT
+from pallas_kernels.support import Array
+from pallas_kernels.warp import pairs
+from pallas_kernels.warp.branches import when
+
+_BLOCKS = 2  # of an SM: one loads and stores while the other computes
+_STAGES = 2  # pieces of 64 rows and columns that a block has of each array
+_BLOCK_AXIS = "block"
+_BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+class GatedGrads(NamedTuple):
+  """What backward needs between the matrices.
+
+  Attributes:
+    inner_CN: ``[C, N]`` bfloat16, what was between them, times the gates.
+    hidden: gradients of the projections, in their shapes.
+    gate_C: ``[C]`` float32, gradients of the gates.
+  """
+
+  inner_CN: Array
+  hidden: tuple[Array, ...]
+  gate_C: Array
+
+
+@functools.partial(jax.jit, static_argnames=("unit", "columns"))
+def gated_grads(
+  hidden: Sequence[Array],
+  grad_CN: Array,
+  gate_C: Array,
+  group_size_P: Array,
+  unit: Callable[..., Array],
+  *,
+  columns: Columns = "apart",
+) -> GatedGrads:
+  """The gradients of ``gate * unit(hidden)`` for the rows of all groups, and that product.
+
+  All is computed in float32, and rounded once.
+
+  Args:
+    hidden: ``[C, N]`` bfloat16 each, or one ``[C, 2N]``: ``Gated.hidden``.
+    grad_CN: ``[C, N]`` bfloat16, gradients of the product.
+    gate_C: ``[C]`` float32, what each row of the product is weighted by.
+    group_size_P: ``[P]`` int32, rows per slot; the sum is at most C.
+    unit: as for ``gated_matmul``.
+    columns: likewise.
+
+  Returns:
+    Rows at or beyond the sum of the group sizes hold anything.
+
+  Raises:
+    NotImplementedError: a unit that the kernel cannot compute, a dtype other than bfloat16, or N
+      no multiple of 64.
+    ValueError: shapes that do not fit together.
+  """
+  (capacity, cols), arguments = grad_CN.shape, 1 if columns == "ungated" else 2
+  elementwise_vjp(unit, arguments, (UNIT, UNIT))  # only whether it is
+  layout.expect_bfloat16(grad_CN=grad_CN, **{f"hidden[{i}]": x for i, x in enumerate(hidden)})
+  layout.expect_multiple("N", cols, UNIT)
+  count = arguments if columns in ("apart", "ungated") else 1
+  if len(hidden) != count:
+    raise ValueError(f"hidden: expected {count} that are {columns}, got {len(hidden)}")
+  for i, each in enumerate(hidden):
+    layout.expect_shape(f"hidden[{i}]", each, (capacity, cols * arguments // count))
+  layout.expect_shape("gate_C", gate_C, (capacity,))
+  num_rows = jnp.sum(group_size_P, dtype=jnp.int32)[None]
+  blocks = _BLOCKS * support.num_sms()
+  # TMA leaves out what is beyond an array, if that has a whole tile; registers do not.
+  gate_C = jnp.pad(gate_C, (0, -capacity % UNIT))
+  if (more := UNIT - capacity) > 0:
+    grad_CN, *hidden = (jnp.pad(x, [(0, more), (0, 0)]) for x in (grad_CN, *hidden))
+  inner_CN, *grads, gate_grad_C = launch(
+    functools.partial(_body, unit=unit, columns=columns, blocks=blocks),
+    [num_rows, gate_C, grad_CN, *hidden],
+    out_type=[jax.typeof(x) for x in (grad_CN, *hidden, gate_C)],
+    grid=(blocks,),
+    grid_names=(_BLOCK_AXIS,),
+    compiler_params=plgpu.CompilerParams(
+      # Only this lowering tells columns that take turns apart.
+      lowering_semantics=plgpu.LoweringSemantics.Lane,
+      approx_math=True,  # of 11 bits or more: the results have 8
+      skip_device_barrier=True,  # reaches no other device
+    ),
+    kernel_name="gated_grads",
+  )
+  inner_CN, *grads, gate_grad_C = (x[:capacity] for x in (inner_CN, *grads, gate_grad_C))
+  return GatedGrads(inner_CN, tuple(grads), gate_grad_C)
+
+
+def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int) -> None:
+  """Passes over tiles of 64 rows, in turn with the other blocks, and over columns of a tile."""
+  num_rows, gate, grad, *rest = refs
+  count = (len(rest) - 2) // 2
+  hidden, (inner, *hidden_grads, gate_grad) = rest[:count], rest[count:]
+  cols, arguments = grad.shape[1], 1 if columns == "ungated" else 2
+  together = columns == "interleaved"
+  differentiate = elementwise_vjp(unit, arguments, (UNIT, UNIT))
+  block, num_cols = lax.axis_index(_BLOCK_AXIS), cols // UNIT
+  num_tiles = lax.div(num_rows[0] + (UNIT - 1), jnp.int32(UNIT))
+  mine = lax.div(num_tiles + (blocks - 1 - block), jnp.int32(blocks))
+
+  def piece(place: Callable[[Array], Array]) -> Any:
+    """Of an array, at a column that depends on that of ``inner``; both in pieces."""
+    return plgpu.BlockSpec(
+      (UNIT, UNIT),
+      lambda i, c: (block + i * blocks, place(c)),
+      transforms=(plgpu.TilingTransform((8, UNIT)), plgpu.SwizzleTransform(128)),  # pyright: ignore[reportAbstractUsage]
+    )
+
+  same = piece(lambda c: c)
+  if together:
+    of_hidden = [piece(lambda c, k=k: 2 * c + k) for k in range(2)]
+  elif columns == "fused":
+    of_hidden = [piece(lambda c, k=k: c + k * num_cols) for k in range(2)]
+  else:
+    of_hidden = [same] * arguments
+  sources, targets = ([x[i % len(x)] for i in range(arguments)] for x in (hidden, hidden_grads))
+
+  def step(indices: tuple[Array, Array], *pieces_and_sum: Any) -> Array:
+    (i, c), (*pieces, before) = indices, pieces_and_sum
+    grad_piece, *hidden_pieces = (_load(x) for x in pieces[: 1 + arguments])
+    inner_out, *hidden_outs = pieces[1 + arguments :]
+    rows = pl.ds((block + i * blocks) * UNIT, UNIT)
+    gate_C = plgpu.load(gate.at[rows], layout=_BY_ROW, optimized=False)
+    gate_CN = lax.broadcast_in_dim(gate_C, (UNIT, UNIT), (0,))
+    grad_CN = grad_piece.astype(jnp.float32)
+    values = pairs.apart(*hidden_pieces) if together else hidden_pieces
+    value, *grads = differentiate(*(x.astype(jnp.float32) for x in values), grad_CN * gate_CN)
+    total = lax.select(c > 0, before, jnp.zeros_like(before)) + jnp.sum(value * grad_CN, axis=1)
+    grads = [x.astype(jnp.bfloat16) for x in grads]
+    grads = pairs.together(*grads) if together else grads
+    inner_out[...] = (value * gate_CN).astype(jnp.bfloat16)
+    for out, each in zip(hidden_outs, grads, strict=True):
+      out[...] = each
+
+    @when(c == num_cols - 1)
+    def _() -> None:
+      gate_grad[rows] = total
+
+    return total
+
+  plgpu.emit_pipeline(
+    step,
+    grid=(mine, num_cols),
+    in_specs=[same, *of_hidden],
+    out_specs=[same, *of_hidden],
+    max_concurrent_steps=_STAGES,
+    init_carry=plgpu.layout_cast(jnp.zeros(UNIT, jnp.float32), _BY_ROW),
+  )(grad, *sources, inner, *targets)
+
+
+def _load(piece: Any) -> Array:
+  return plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False)
