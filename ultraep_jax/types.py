@@ -191,8 +191,9 @@ class PlanCost(NamedTuple):
     copy_rows: rows whose matmul takes as long as sending one expert's weights delays a layer.
     capacity_rows: rows that a rank computes in one round. A plan that fits comes before any that
       does not, whatever its copies cost.
-    link_rows: rows whose matmul takes as long as one expert's weights travel beside it. A layer
-      takes no less than its copies travel.
+    link_rows: rows whose matmuls take as long as one expert's weights travel beside them. With
+      gradients also those of which half of backward's matmuls take as long as its gradients
+      travel; the larger counts. A layer takes no less than its copies travel.
   """
 
   copy_rows: int | Array
