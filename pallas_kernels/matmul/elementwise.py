@@ -15,11 +15,26 @@ _ELEMENTWISE = frozenset(
     *("abs", "add", "clamp", "copy", "cos", "div", "erf", "exp", "exp2", "integer_pow", "log"),
     *("logistic", "max", "min", "mul", "neg", "rsqrt", "sign", "sin", "sqrt", "square", "sub"),
     *("tanh", "and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"),
-    *("convert_element_type", "stop_gradient"),
+    *("convert_element_type", "stop_gradient", "add_any", "one_minus_square"),
   }
 )
-# What derivatives have and Mosaic has not.
-_INSTEAD = {"add_any": lax.add, "one_minus_square": lambda x: (1 + x) * (1 - x)}
+
+
+def _integer_power(x: Array, *, y: int) -> Array:
+  """Mosaic has those above 1, and -1."""
+  if y == 0:
+    return jnp.ones_like(x)
+  power = x if abs(y) == 1 else lax.integer_pow(x, abs(y))
+  return power if y > 0 else 1 / power
+
+
+# What Mosaic lacks in this form, and others or derivatives have.
+_INSTEAD: dict[str, Callable[..., Any]] = {
+  "add_any": lax.add,
+  "copy": lambda x: x,
+  "integer_pow": _integer_power,
+  "stop_gradient": lambda x: x,
+}
 
 
 def elementwise(
@@ -51,6 +66,7 @@ def elementwise_vjp(
 def _operations(
   function: Callable[..., Any], arguments: int, shape: tuple[int, ...]
 ) -> Callable[..., list[Array]]:
+  """All results of a function, or why Mosaic GPU has not its operations."""
   like = jax.ShapeDtypeStruct(shape, jnp.float32)
   closed: Any = jax.make_jaxpr(function)(*[like] * arguments)
   if {(x.shape, x.dtype) for x in closed.out_avals} != {(shape, jnp.dtype(jnp.float32))}:
@@ -82,7 +98,7 @@ def _expect_elementwise(closed: Any, shape: tuple[int, ...]) -> None:
       _expect_elementwise(inner, shape)
     elif name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
       continue
-    elif name not in _ELEMENTWISE and name not in _INSTEAD:
+    elif name not in _ELEMENTWISE:
       raise NotImplementedError(f"activation: expected elementwise operations, got {name}")
 
 
@@ -98,8 +114,8 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
     if (inner := _inlined(eqn)) is not None:
       results = _evaluate(inner, operands)
     else:
-      instead = _INSTEAD.get(eqn.primitive.name)
-      results = instead(*operands) if instead else eqn.primitive.bind(*operands, **eqn.params)
+      bind: Any = _INSTEAD.get(eqn.primitive.name, eqn.primitive.bind)
+      results = bind(*operands, **eqn.params)
       results = results if eqn.primitive.multiple_results else [results]
     values |= zip(eqn.outvars, results, strict=True)
   return [read(x) for x in jaxpr.outvars]

@@ -144,9 +144,14 @@ def gated_beside(
   )
 
 
-def _split(columns: Columns) -> int:
+def check_columns(columns: Columns) -> None:
+  """Raises ValueError unless that is a way to lay columns."""
   if columns not in get_args(Columns):
     raise ValueError(f"columns: expected one of {get_args(Columns)}, got {columns!r}")
+
+
+def _split(columns: Columns) -> int:
+  check_columns(columns)
   return 2 if columns == "fused" else 1
 
 

@@ -1,7 +1,7 @@
 """Gradients through what is between the matrices of an expert, in one pass over its rows.
 
-Nothing is multiplied by a matrix, so XLA could do it. But a buffer has room for twice as many rows
-as there are, or more, and XLA would pass over all of them::
+Nothing is multiplied by a matrix, so XLA could do it. But a buffer has more room than rows: 1.25
+times the mean for large batches, twice for smaller ones. XLA would pass over all of it::
 
   projections ─┐       ┌─► gate · unit(projections)      which the gradient of wo multiplies
   gradient ────┼─► ────┼─► gradients of projections
@@ -18,11 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import support
+from pallas_kernels import support, varying
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul import layout
 from pallas_kernels.matmul.elementwise import elementwise_vjp
-from pallas_kernels.matmul.gated import Columns
+from pallas_kernels.matmul.gated import Columns, check_columns
 from pallas_kernels.matmul.layout import UNIT
 from pallas_kernels.support import Array
 from pallas_kernels.warp import pairs
@@ -39,13 +39,13 @@ class GatedGrads(NamedTuple):
 
   Attributes:
     inner_CN: ``[C, N]`` bfloat16, what was between them, times the gates.
-    hidden: gradients of the projections, in their shapes.
-    gate_C: ``[C]`` float32, gradients of the gates.
+    hidden_grad: gradients of the projections, in their shapes.
+    gate_grad_C: ``[C]`` float32, gradients of the gates.
   """
 
   inner_CN: Array
-  hidden: tuple[Array, ...]
-  gate_C: Array
+  hidden_grad: tuple[Array, ...]
+  gate_grad_C: Array
 
 
 @functools.partial(jax.jit, static_argnames=("unit", "columns"))
@@ -65,7 +65,8 @@ def gated_grads(
   Args:
     hidden: ``[C, N]`` bfloat16 each, or one ``[C, 2N]``: ``Gated.hidden``.
     grad_CN: ``[C, N]`` bfloat16, gradients of the product.
-    gate_C: ``[C]`` float32, what each row of the product is weighted by.
+    gate_C: ``[C]`` float32, the router's gate of each row. It weighs the product; the projection
+      that is called gate elsewhere is one of ``hidden``.
     group_size_P: ``[P]`` int32, rows per slot; the sum is at most C.
     unit: as for ``gated_matmul``.
     columns: likewise.
@@ -76,8 +77,10 @@ def gated_grads(
   Raises:
     NotImplementedError: a unit that the kernel cannot compute, a dtype other than bfloat16, or N
       no multiple of 64.
+    TypeError: gates of a dtype other than float32.
     ValueError: shapes that do not fit together.
   """
+  check_columns(columns)
   (capacity, cols), arguments = grad_CN.shape, 1 if columns == "ungated" else 2
   elementwise_vjp(unit, arguments, (UNIT, UNIT))  # only whether it is
   layout.expect_bfloat16(grad_CN=grad_CN, **{f"hidden[{i}]": x for i, x in enumerate(hidden)})
@@ -88,12 +91,15 @@ def gated_grads(
   for i, each in enumerate(hidden):
     layout.expect_shape(f"hidden[{i}]", each, (capacity, cols * arguments // count))
   layout.expect_shape("gate_C", gate_C, (capacity,))
+  if gate_C.dtype != jnp.float32:
+    raise TypeError(f"gate_C: expected float32, got {gate_C.dtype}")
   num_rows = jnp.sum(group_size_P, dtype=jnp.int32)[None]
   blocks = _BLOCKS * support.num_sms()
-  # TMA leaves out what is beyond an array, if that has a whole tile; registers do not.
+  # TMA clips a tile at the array's end if that has a whole one. Registers clip nothing.
   gate_C = jnp.pad(gate_C, (0, -capacity % UNIT))
   if (more := UNIT - capacity) > 0:
     grad_CN, *hidden = (jnp.pad(x, [(0, more), (0, 0)]) for x in (grad_CN, *hidden))
+  gate_C, grad_CN, *hidden = varying.vary_alike(gate_C, grad_CN, *hidden)
   inner_CN, *grads, gate_grad_C = launch(
     functools.partial(_body, unit=unit, columns=columns, blocks=blocks),
     [num_rows, gate_C, grad_CN, *hidden],
@@ -118,14 +124,15 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
   count = (len(rest) - 2) // 2
   hidden, (inner, *hidden_grads, gate_grad) = rest[:count], rest[count:]
   cols, arguments = grad.shape[1], 1 if columns == "ungated" else 2
-  together = columns == "interleaved"
+  interleaved = columns == "interleaved"
   differentiate = elementwise_vjp(unit, arguments, (UNIT, UNIT))
   block, num_cols = lax.axis_index(_BLOCK_AXIS), cols // UNIT
-  num_tiles = lax.div(num_rows[0] + (UNIT - 1), jnp.int32(UNIT))
+  most_tiles = gate.shape[0] // UNIT
+  num_tiles = lax.min(lax.div(num_rows[0] + (UNIT - 1), jnp.int32(UNIT)), jnp.int32(most_tiles))
   mine = lax.div(num_tiles + (blocks - 1 - block), jnp.int32(blocks))
 
   def piece(place: Callable[[Array], Array]) -> Any:
-    """Of an array, at a column that depends on that of ``inner``; both in pieces."""
+    """A block of 64 x 64: rows of tile i, and the columns that ``place`` makes of columns c."""
     return plgpu.BlockSpec(
       (UNIT, UNIT),
       lambda i, c: (block + i * blocks, place(c)),
@@ -133,7 +140,7 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
     )
 
   same = piece(lambda c: c)
-  if together:
+  if interleaved:
     of_hidden = [piece(lambda c, k=k: 2 * c + k) for k in range(2)]
   elif columns == "fused":
     of_hidden = [piece(lambda c, k=k: c + k * num_cols) for k in range(2)]
@@ -143,20 +150,25 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
 
   def step(indices: tuple[Array, Array], *pieces_and_sum: Any) -> Array:
     (i, c), (*pieces, before) = indices, pieces_and_sum
-    grad_piece, *hidden_pieces = (_load(x) for x in pieces[: 1 + arguments])
+    grad_piece, *hidden_pieces = pieces[: 1 + arguments]
     inner_out, *hidden_outs = pieces[1 + arguments :]
     rows = pl.ds((block + i * blocks) * UNIT, UNIT)
     gate_C = plgpu.load(gate.at[rows], layout=_BY_ROW, optimized=False)
     gate_CN = lax.broadcast_in_dim(gate_C, (UNIT, UNIT), (0,))
-    grad_CN = grad_piece.astype(jnp.float32)
-    values = pairs.apart(*hidden_pieces) if together else hidden_pieces
-    value, *grads = differentiate(*(x.astype(jnp.float32) for x in values), grad_CN * gate_CN)
-    total = lax.select(c > 0, before, jnp.zeros_like(before)) + jnp.sum(value * grad_CN, axis=1)
+    values = [_load(x) for x in hidden_pieces]
+    values = pairs.apart(*values) if interleaved else values
+    values = [x.astype(jnp.float32) for x in values]
+    results = differentiate(*values, _load(grad_piece).astype(jnp.float32) * gate_CN)
+    # Of an argument that is not used, the gradient is a constant.
+    value, *grads = (plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in results)
     grads = [x.astype(jnp.bfloat16) for x in grads]
-    grads = pairs.together(*grads) if together else grads
-    inner_out[...] = (value * gate_CN).astype(jnp.bfloat16)
+    grads = pairs.together(*grads) if interleaved else grads
     for out, each in zip(hidden_outs, grads, strict=True):
       out[...] = each
+    inner_out[...] = (value * gate_CN).astype(jnp.bfloat16)
+    # Loaded again, as registers are few.
+    products = value * _load(grad_piece).astype(jnp.float32)
+    total = lax.select(c > 0, before, jnp.zeros_like(before)) + jnp.sum(products, axis=1)
 
     @when(c == num_cols - 1)
     def _() -> None:

@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mosaic_interpret import interpreted
 
 from ultraep_jax.compute import experts, grouped
-from ultraep_jax.types import ExpertWeights
+from ultraep_jax.types import ExpertWeights, Layout
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -178,3 +179,28 @@ def test_gradients_of_bfloat16_weights_are_rounded_by_more_than_a_cast():
   text = " ".join(str(wgrad(jnp.bfloat16)).split())
   assert text.count(rounds) == 1
   assert "reduce_precision" not in str(wgrad(jnp.float32))
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_the_kernel_between_the_matrices_does_as_plain_jax(layout):
+  rng = np.random.default_rng(0)
+  rows, used, inner = 136, 131, 64
+
+  def make(*sizes):
+    return poison(jnp.asarray(rng.normal(size=sizes), jnp.bfloat16), [used])
+
+  count, width = {Layout.APART: (2, inner), Layout.UNGATED: (1, inner)}.get(layout, (1, 2 * inner))
+  arguments = (
+    tuple(make(rows, width) for _ in range(count)),
+    make(rows, inner),
+    jnp.asarray(rng.random(rows), jnp.float32),
+    jnp.array([used - 30, 0, 30], jnp.int32),
+    *(layout, jax.nn.silu),
+  )
+  with interpreted():
+    found = jax.jit(lambda: experts._between(*arguments, ("mosaic_gpu",)))()
+  expected = experts._between(*arguments, ("portable",))
+  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    got, want = (np.asarray(x, np.float32)[:used] for x in (got, want))
+    assert np.linalg.norm(got - want) < 2**-7 * np.linalg.norm(want)

@@ -289,7 +289,7 @@ def _between(
     unit = activations.unit(activation, layout)
     arguments = hidden, ungated_CF, gate_C, group_size_P, unit
     grads = kernels.gated_grads(*arguments, columns=cast("Any", str(layout)))
-    return grads.inner_CN, grads.hidden, grads.gate_C
+    return grads.inner_CN, grads.hidden_grad, grads.gate_grad_C
 
   def in_jax() -> tuple[Array, Hidden, Array]:
     inner_CF, inner_vjp = jax.vjp(

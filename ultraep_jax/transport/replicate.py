@@ -217,16 +217,30 @@ class Replicas:
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "reducing", jax.tree.leaves(self.home), sums) or REDUCING,
+        tuning=_tuning(self.tunings, "reducing", jax.tree.leaves(self.home), sums)
+        or reducing_tuning(*self.replica_expert_GS.shape),
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
     return first_that_can((*self.implementations, "portable"), candidates)
 
 
-# Beside a matmul there is time: few SMs with large tiles. Three workers, as its kernels have.
+# Beside a matmul. Few SMs fill the links with copies; to add gradients takes more of them. Three
+# workers, as a matmul's kernels have.
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
 REDUCING = TransferTuning(blocks=32, workers=3, tile_bytes=32 * 1024)
+_LEAST_REDUCING, _INBOX_BYTES = 16, 1 << 30
+
+
+def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
+  """``REDUCING``, with down to half of its blocks where their inbox would be above 1 GiB.
+
+  >>> reducing_tuning(2, 64).blocks, reducing_tuning(8, 28).blocks, reducing_tuning(64, 14).blocks
+  (32, 27, 16)
+  """
+  of_block = 2 * (num_ranks - 1) * num_slots * REDUCING.workers * REDUCING.tile_bytes
+  blocks = min(max(_INBOX_BYTES // max(of_block, 1), _LEAST_REDUCING), REDUCING.blocks or 0)
+  return dataclasses.replace(REDUCING, blocks=blocks)
 
 
 def _tuning(

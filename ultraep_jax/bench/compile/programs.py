@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as kernels
-from ultraep_jax.activations import swiglu
+from ultraep_jax.activations import clamped_swiglu, swiglu
 from ultraep_jax.bench.layer.problem import AXIS, SHAPES
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import search
@@ -122,11 +122,11 @@ def _gated(rows: Array, up: Array, replica_up: Array, sizes: Array) -> list[Arra
   return [gated.inner_CN, *gated.hidden]
 
 
-def _gated_grads(
-  gate_proj: Array, up_proj: Array, grad: Array, gate: Array, sizes: Array
-) -> list[Array]:
-  grads = kernels.gated_grads((gate_proj, up_proj), grad, gate, sizes, swiglu)
-  return [grads.inner_CN, *grads.hidden, grads.gate_C]
+def _gated_grads(both: Array, grad: Array, gate: Array, sizes: Array) -> list[Array]:
+  """Of GPT-OSS's experts, which need the most registers."""
+  unit = clamped_swiglu()
+  grads = kernels.gated_grads((both,), grad, gate, sizes, unit, columns="interleaved")
+  return [grads.inner_CN, *grads.hidden_grad, grads.gate_grad_C]
 
 
 def _rows_grad(grad: Array, up: Array, replica_up: Array, sizes: Array) -> Array:
@@ -167,6 +167,7 @@ _COST = ((2,), jnp.int32)  # of two ranks, one number more than there are
 _SLOTS = ((1, SLOTS), jnp.int32)
 _ROWS = ((CAPACITY, WIDTH), jnp.bfloat16)
 _INNER = ((CAPACITY, INNER), jnp.bfloat16)
+_BOTH = ((CAPACITY, 2 * INNER), jnp.bfloat16)
 _ROW_GATES = ((CAPACITY,), jnp.float32)
 _UP = ((HOME, WIDTH, INNER), jnp.bfloat16)
 _REPLICA_UP = ((SLOTS, WIDTH, INNER), jnp.bfloat16)
@@ -189,7 +190,7 @@ _PROGRAMS: Mapping[str, _OnMesh] = {
   "combine": _on_ranks(_combine, _ROWS, _GATES, _CHOICES, _CHOICES),
   "matmul": _on_ranks(kernels.grouped_matmul, _ROWS, _UP, _REPLICA_UP, _SIZES),
   "matmul gated": _on_ranks(_gated, _ROWS, _UP, _REPLICA_UP, _SIZES),
-  "gated gradients": _on_ranks(_gated_grads, _INNER, _INNER, _INNER, _ROW_GATES, _SIZES),
+  "gated gradients": _on_ranks(_gated_grads, _BOTH, _INNER, _ROW_GATES, _SIZES),
   "matmul rows' gradient": _on_ranks(_rows_grad, _INNER, _UP, _REPLICA_UP, _SIZES),
   "matmul weights' gradient": _on_ranks(_wgrad, _ROWS, _INNER, _SIZES),
   "layer": functools.partial(_layer, False),

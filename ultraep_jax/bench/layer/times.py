@@ -29,6 +29,7 @@ KERNELS = {
   "replicate": ("replicate",),
   "reduce": ("reduce_replicas",),
   "matmul": ("grouped_matmul", "gated_matmul", "ragged", "transposed_ragged", "nvjet", "sm90"),
+  "between matmuls": ("gated_grads",),
   "collectives": ("nccl",),
   "waiting": ("stream_executor::gpu::MultiGpuBarrier",),
 }
