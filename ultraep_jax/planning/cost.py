@@ -170,7 +170,7 @@ def cost_on(
   copy += steps * copy_seconds(links, size, "backward", beside=beside)
   copy += steps * (links["reduce_exposed"] if beside else 1.0) * gradients
   travelling += size / links["copy_rate"] + gradients
-  # Gradients travel last, beside half of backward's matmuls.
+  # Gradients travel last, beside half of backward's matmuls, or two thirds of fused ones.
   training = rounded(max(travelling / row, gradients / (backward / 2)))
   return LayerCost(plan, fixed_rows, training)
 
