@@ -12,10 +12,10 @@ from pallas_kernels.support import Array
 
 _ELEMENTWISE = frozenset(
   {
-    *("abs", "add", "clamp", "copy", "cos", "div", "erf", "exp", "exp2", "integer_pow", "log"),
+    *("abs", "add", "clamp", "cos", "div", "erf", "exp", "exp2", "log", "one_minus_square"),
     *("logistic", "max", "min", "mul", "neg", "rsqrt", "sign", "sin", "sqrt", "square", "sub"),
     *("tanh", "and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"),
-    *("convert_element_type", "stop_gradient", "add_any", "one_minus_square"),
+    "convert_element_type",
   }
 )
 
@@ -28,7 +28,7 @@ def _integer_power(x: Array, *, y: int) -> Array:
   return power if y > 0 else 1 / power
 
 
-# What Mosaic lacks in this form, and others or derivatives have.
+# What Mosaic lacks, or has for some parameters, and functions or their derivatives have.
 _INSTEAD: dict[str, Callable[..., Any]] = {
   "add_any": lax.add,
   "copy": lambda x: x,
@@ -97,8 +97,8 @@ def _expect_elementwise(closed: Any, shape: tuple[int, ...]) -> None:
     if inner is not None:
       _expect_elementwise(inner, shape)
     elif name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-      continue
-    elif name not in _ELEMENTWISE:
+      continue  # of a scalar
+    elif name not in _ELEMENTWISE and name not in _INSTEAD:
       raise NotImplementedError(f"activation: expected elementwise operations, got {name}")
 
 

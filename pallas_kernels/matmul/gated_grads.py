@@ -81,15 +81,15 @@ def gated_grads(
     ValueError: shapes that do not fit together.
   """
   check_columns(columns)
-  (capacity, cols), arguments = grad_CN.shape, 1 if columns == "ungated" else 2
-  elementwise_vjp(unit, arguments, (UNIT, UNIT))  # only whether it is
+  capacity, cols = grad_CN.shape
+  elementwise_vjp(unit, _arguments(columns), (UNIT, UNIT))  # only whether it is
   layout.expect_bfloat16(grad_CN=grad_CN, **{f"hidden[{i}]": x for i, x in enumerate(hidden)})
   layout.expect_multiple("N", cols, UNIT)
-  count = arguments if columns in ("apart", "ungated") else 1
-  if len(hidden) != count:
-    raise ValueError(f"hidden: expected {count} that are {columns}, got {len(hidden)}")
-  for i, each in enumerate(hidden):
-    layout.expect_shape(f"hidden[{i}]", each, (capacity, cols * arguments // count))
+  widths = {"apart": (cols, cols), "ungated": (cols,)}.get(columns, (2 * cols,))
+  if len(hidden) != len(widths):
+    raise ValueError(f"hidden: expected {len(widths)} that are {columns}, got {len(hidden)}")
+  for i, (each, width) in enumerate(zip(hidden, widths, strict=True)):
+    layout.expect_shape(f"hidden[{i}]", each, (capacity, width))
   layout.expect_shape("gate_C", gate_C, (capacity,))
   if gate_C.dtype != jnp.float32:
     raise TypeError(f"gate_C: expected float32, got {gate_C.dtype}")
@@ -123,7 +123,7 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
   num_rows, gate, grad, *rest = refs
   count = (len(rest) - 2) // 2
   hidden, (inner, *hidden_grads, gate_grad) = rest[:count], rest[count:]
-  cols, arguments = grad.shape[1], 1 if columns == "ungated" else 2
+  cols, arguments = grad.shape[1], _arguments(columns)
   interleaved = columns == "interleaved"
   differentiate = elementwise_vjp(unit, arguments, (UNIT, UNIT))
   block, num_cols = lax.axis_index(_BLOCK_AXIS), cols // UNIT
@@ -184,6 +184,11 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
     max_concurrent_steps=_STAGES,
     init_carry=plgpu.layout_cast(jnp.zeros(UNIT, jnp.float32), _BY_ROW),
   )(grad, *sources, inner, *targets)
+
+
+def _arguments(columns: Columns) -> int:
+  """Of the unit."""
+  return 1 if columns == "ungated" else 2
 
 
 def _load(piece: Any) -> Array:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_rows import widths
 from mosaic_interpret import interpreted
 
 from ultraep_jax.compute import experts, grouped
@@ -189,9 +190,8 @@ def test_the_kernel_between_the_matrices_does_as_plain_jax(layout):
   def make(*sizes):
     return poison(jnp.asarray(rng.normal(size=sizes), jnp.bfloat16), [used])
 
-  count, width = {Layout.APART: (2, inner), Layout.UNGATED: (1, inner)}.get(layout, (1, 2 * inner))
   arguments = (
-    tuple(make(rows, width) for _ in range(count)),
+    tuple(make(rows, width) for width in widths(str(layout), inner)),
     make(rows, inner),
     jnp.asarray(rng.random(rows), jnp.float32),
     jnp.array([used - 30, 0, 30], jnp.int32),

@@ -38,6 +38,20 @@ FEW = {1: [0, 1, 0, 0], 7: [3, 0, 0, 3], 63: [20, 0, 43, 0], 255: [1, 155, 0, 99
 WHOLE = [128, 64, 0, 320]
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  return jax.nn.silu(gate) * up
+
+
+def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+  gate, up = jnp.minimum(gate, 0.5), jnp.clip(up, -0.5, 0.5)
+  return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def widths(columns: str, cols: int) -> list[int]:
+  """Columns of each projection into an expert."""
+  return {"apart": [cols, cols], "ungated": [cols]}.get(columns, [2 * cols])
+
+
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(sizes, dtype)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_rows import lower, shape
+from grouped_rows import clamped, lower, shape, swiglu, widths
 from mosaic_interpret import interpreted
 
 from pallas_kernels import support
@@ -15,18 +15,8 @@ from pallas_kernels.matmul.gated_grads import gated_grads
 COLUMNS = ("apart", "fused", "interleaved", "ungated")
 
 
-def swiglu(gate, up):
-  return jax.nn.silu(gate) * up
-
-
-def clamped(gate, up):
-  gate, up = jnp.minimum(gate, 0.5), jnp.clip(up, -0.5, 0.5)
-  return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-
-
 def projections(make, columns, rows, cols):
-  count, width = {"apart": (2, cols), "ungated": (1, cols)}.get(columns, (1, 2 * cols))
-  return tuple(make(rows, width) for _ in range(count))
+  return tuple(make(rows, width) for width in widths(columns, cols))
 
 
 def told_apart(hidden, columns):

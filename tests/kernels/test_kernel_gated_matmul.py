@@ -19,13 +19,16 @@ from grouped_rows import (
   TOGETHER,
   WHOLE,
   assert_products,
+  clamped,
   compiled,
   exact,
   interpreted,
   lower,
   products,
   shape,
+  swiglu,
   used_rows,
+  widths,
 )
 from jax.sharding import PartitionSpec as P
 from programs import kernels
@@ -43,24 +46,15 @@ def reglu(gate, up):
   return jax.nn.relu(gate) * up
 
 
-def swiglu(gate, up):
-  return jax.nn.silu(gate) * up
-
-
 # Of rounded projections, in float32, on any machine.
 EXACT = (jax.nn.relu, reglu)
 
 
-def clamped(gate, up):
-  gate, up = jnp.minimum(gate, 0.5), jnp.clip(up, -0.5, 0.5)
-  return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-
-
 def projections(make, columns, biases, slots, depth, cols):
   """Of slots, made by a function of shapes."""
-  count, width = {"apart": (2, cols), "ungated": (1, cols)}.get(columns, (1, 2 * cols))
-  weights = tuple(make(slots, depth, width) for _ in range(count))
-  return Projections(weights, tuple(make(slots, width) for _ in range(count)) if biases else ())
+  sizes = widths(columns, cols)
+  weights = tuple(make(slots, depth, width) for width in sizes)
+  return Projections(weights, tuple(make(slots, width) for width in sizes) if biases else ())
 
 
 def lowered(

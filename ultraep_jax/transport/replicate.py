@@ -239,7 +239,7 @@ def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
   (32, 27, 16)
   """
   of_block = 2 * (num_ranks - 1) * num_slots * REDUCING.workers * REDUCING.tile_bytes
-  blocks = min(max(_INBOX_BYTES // max(of_block, 1), _LEAST_REDUCING), REDUCING.blocks or 0)
+  blocks = min(max(_INBOX_BYTES // max(of_block, 1), _LEAST_REDUCING), REDUCING.num_blocks)
   return dataclasses.replace(REDUCING, blocks=blocks)
 
 
