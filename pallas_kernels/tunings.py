@@ -12,6 +12,7 @@ from pallas_kernels.matmul import layout
 from pallas_kernels.transfer.tuning import SHARED_BYTES, ExchangeTuning, TransferTuning
 
 Tuning = layout.MatmulTuning | TransferTuning
+_REDUCED = 8192  # bytes: tiles of gradients are in two halves, of whole 4 KB
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 
@@ -208,10 +209,11 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       f"workers: expected {layout.WARPGROUPS} for {operation!r}, got {tuning.workers}"
     )
   if operation in ("reduce", "reducing"):
-    shared = 2 * tuning.workers * tuning.tile_bytes
+    shared = tuning.workers * -(-tuning.tile_bytes // _REDUCED) * _REDUCED
     if shared > SHARED_BYTES:
       raise ValueError(
-        f"2 * workers * tile_bytes: expected at most {SHARED_BYTES} for {operation!r}, got {shared}"
+        f"workers * tile_bytes: expected at most {SHARED_BYTES} for {operation!r}, tiles in whole "
+        f"{_REDUCED} bytes, got {shared}"
       )
 
 

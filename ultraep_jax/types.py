@@ -192,8 +192,8 @@ class PlanCost(NamedTuple):
     capacity_rows: rows that a rank computes in one round. A plan that fits comes before any that
       does not, whatever its copies cost.
     link_rows: rows whose matmuls take as long as one expert's weights travel beside them. With
-      gradients also those of which half of backward's matmuls take as long as its gradients
-      travel; the larger counts. A layer takes no less than its copies travel.
+      gradients also those of which certain matmuls of backward take as long as a part of it
+      travels, weights or gradients; the most counts. A layer takes no less than its copies travel.
   """
 
   copy_rows: int | Array

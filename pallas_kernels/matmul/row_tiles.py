@@ -13,6 +13,7 @@ The same groups in even tiles of at most 192 rows::
   slot 3   rows 390–517; 122 are stored
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -92,11 +93,16 @@ class _Kind(NamedTuple):
 
 
 def _table(
-  num_tiles: int, group_size_P: Array, start_P: Array, num_home: int, kinds: Sequence[_Kind]
+  num_tiles: int,
+  group_size_P: Array,
+  start_P: Array,
+  num_home: int,
+  kinds: Sequence[_Kind],
+  order: Callable[[Array], Array] = lambda place_T1: place_T1,
 ) -> Array:
-  """``[5, T]``, as ``row_tiles`` returns it, of the tiles of all kinds."""
+  """``[5, T]``, as ``row_tiles`` returns it, of the tiles of all kinds, in an order."""
   slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
-  tile_T1 = jnp.arange(num_tiles, dtype=jnp.int32)[:, None]
+  tile_T1 = order(jnp.arange(num_tiles, dtype=jnp.int32)[:, None])
   lines_TP = [jnp.zeros((num_tiles, slot_P.size), jnp.int32)] * 3
   for kind in kinds:
     mine_TP = (tile_T1 >= kind.begin_P[None, :]) & (tile_T1 < kind.end_P[None, :])
@@ -135,12 +141,25 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
 
   That is the least of ``EVEN_SIZES`` that is enough. The last tile ends with its group, so it may
   begin inside the one before.
+
+  Home slots of one tile are spread among those of several. Weights are read from memory once for
+  all tiles of a slot: for a single one this takes longer than to multiply, for several it does not.
   """
-  start_E, tiles_E = sums_before(group_size_P, _parts(group_size_P, EVEN_SIZES[-1]))
-  start_P, begin_P, end_P = start_E[:-1], tiles_E[:-1], tiles_E[1:]
+  slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
+  tiles_P, is_home_P = _parts(group_size_P, EVEN_SIZES[-1]), slot_P < num_home
+  kinds = is_home_P & (tiles_P != 1), is_home_P & (tiles_P == 1), ~is_home_P
+  start_E, *before = sums_before(group_size_P, *(jnp.where(kind, tiles_P, 0) for kind in kinds))
+  several, single = (before_E[-1] for before_E in before[:2])
+  first_of_kind = jnp.int32(0), several, several + single
+  begin_P = sum(
+    jnp.where(kind, before_E[:-1] + first, 0)
+    for kind, before_E, first in zip(kinds, before, first_of_kind, strict=True)
+  )
+  tiles_P = sum(before_E[1:] - before_E[:-1] for before_E in before)  # divided in one kernel only
+  start_P = start_E[:-1]
   rows_P = jnp.full_like(start_P, EVEN_SIZES[-1])
   for size in reversed(EVEN_SIZES):
-    rows_P = jnp.where(group_size_P <= size * (end_P - begin_P), size, rows_P)
+    rows_P = jnp.where(group_size_P <= size * tiles_P, size, rows_P)
   stored_P = jnp.minimum(rows_P, group_size_P)
 
   def first(tile_T1: Array) -> Array:
@@ -148,8 +167,22 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
     return start_P[None, :] + jnp.minimum(first_TP, (group_size_P - stored_P)[None, :])
 
   num_tiles = capacity // EVEN_SIZES[-1] + group_size_P.shape[0]
-  kinds = [_Kind(begin_P, end_P, rows_P, first)]
-  return _table(num_tiles, group_size_P, start_P, num_home, kinds)
+  kinds = [_Kind(begin_P, begin_P + tiles_P, rows_P, first)]
+  order = functools.partial(_spread, several=several, single=single)
+  return _table(num_tiles, group_size_P, start_P, num_home, kinds, order)
+
+
+def _spread(place_T1: Array, *, several: Array, single: Array) -> Array:
+  """Which tile is in a place, if those of slots with several are numbered before single ones."""
+  home = several + single
+
+  def singles_before(place_T1: Array) -> Array:
+    return lax.div(place_T1 * single, lax.max(home, jnp.int32(1)))
+
+  before_T1 = singles_before(place_T1)
+  is_single_T1 = singles_before(place_T1 + 1) > before_T1
+  tile_T1 = jnp.where(is_single_T1, several + before_T1, place_T1 - before_T1)
+  return jnp.where(place_T1 < home, tile_T1, place_T1)
 
 
 def even_tiles_pay(capacity: int, num_slots: int) -> bool:

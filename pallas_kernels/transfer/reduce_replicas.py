@@ -8,7 +8,7 @@ The tree of ``replicate``'s example, backwards. Each sum has a fixed order::
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from pallas_kernels.warp.branches import one_if, when
 
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
+_AT_ONCE = 4  # units of a bfloat16 home whose loads are under way together
 _ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # of bfloat16 units: 16 bytes a thread
 
 
@@ -65,7 +66,7 @@ def reduce_replicas(
   their homes. A worker only ever waits for the same worker of another rank, and for one of two
   things: a child's tile, which comes earlier in this common order, since a child is deeper than
   its parent or has no children; or the acknowledgement of the tile two before, which comes
-  earlier too. It announces what it sends and acknowledges what it takes before it waits again. So
+  earlier too. It announces what it sends and acknowledges what it takes before it goes on. So
   of all waiting workers the one that is first in the order waits for one that does not wait.
 
   Args:
@@ -76,7 +77,7 @@ def reduce_replicas(
     replica_expert_GS: as for ``replicate``.
     parent_GS: as for ``replicate``: the rank that a slot's sum is sent to.
     axis_name: the expert mesh axis, of size G.
-    tuning: workers and tiles; must be the same on all ranks. A worker has two tiles of memory.
+    tuning: workers and tiles; must be the same on all ranks.
 
   Returns:
     The homes with the gradients of all replicas added.
@@ -105,10 +106,12 @@ def reduction(
   *,
   axis_name: AxisName,
   tuning: TransferTuning,
+  quarters: Sequence[tuple[int, int]] | None = None,
 ) -> Transfer | None:
   """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
 
-  Its result is that of ``reduce_replicas``.
+  Its result is that of ``reduce_replicas``; with ``quarters`` for some of each array alone, as
+  ``tiles.quarters`` takes them, so that one transfer can do what another has left.
   """
   replicas, homes = list(replicas), list(homes)
   _check(replicas, homes, replica_expert_GS, parent_GS, axis_name)
@@ -118,8 +121,12 @@ def reduction(
     return None
   tuning, tiles = tuning.placed(), tiling.cut("replicas", replicas, tuning)
   _check_units(homes, tiles)
+  tiles = tiles if quarters is None else tiling.quarters(tiles, quarters)
+  if not tiles:
+    return None
   length = max(each.length for each in tiles)
-  buffer = plgpu.SMEM((tuning.workers, -(-length // _UNIT) * _UNIT), jnp.float32)
+  half = -(-length // (2 * _UNIT)) * _UNIT
+  buffer = plgpu.SMEM((tuning.workers, half), jnp.float32)
   work = _work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
   rows = [replica.reshape(num_slots, -1) for replica in replicas]
 
@@ -229,13 +236,13 @@ def _kernel(
   axis_name: AxisName,
   tuning: TransferTuning,
 ) -> None:
-  num_arrays = tiles[-1].array + 1
   work_ref, *refs = operand_refs
-  replica_refs, sum_refs = refs[:num_arrays], refs[num_arrays:]
+  replica_refs, sum_refs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
   (inbox_ref,) = result_refs
-  own_loaded, sent_loaded, work_buffer, own_buffer, sent_buffer = (
+  *loaded, work_buffer, own_buffer, sent_buffer = (
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
+  own_loaded, sent_loaded = loaded
   num_workers, worker = tuning.num_workers, tiling.worker_index(tuning)
   num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
   rank = peers.rank(axis_name)
@@ -256,80 +263,125 @@ def _kernel(
     """Where a slot's tiles lie in the inbox of its parent, which has none for its own slots."""
     return child - num_slots * one_if(child >= parent * num_slots)
 
-  def add_all(step: Array, begin: Array, end: Array, length: int) -> None:
-    """Adds the tiles of children to the own one."""
+  def halves(length: int) -> list[tuple[int, int]]:
+    """Where those of a tile begin, and how long they are."""
+    half = own_buffer.shape[0]
+    return [(first, min(length - first, half)) for first in range(0, length, half)]
 
-    @pl.loop(begin, end)
-    def _(index: Array) -> None:
-      child = work_buffer[_Fields.child(num_nodes, index)]
-      here = place(child, rank)
-      pl.semaphore_wait(signals.at[here])
-      part = pl.ds(0, length)
-      load(
-        inbox_ref.at[worker, lax.rem(step, _INBOX), here, part], sent_buffer.at[part], sent_loaded
-      )
-      plgpu.barrier_wait(sent_loaded)
+  def child_at(index: Array) -> Array:
+    return work_buffer[_Fields.child(num_nodes, index)]
 
-      for start in range(0, length, _UNIT):  # what lies behind the tile is added, but not used
-        unit = pl.ds(start, _UNIT)
-        own_buffer[unit] = own_buffer[unit] + sent_buffer[unit]
-      plgpu.commit_smem()  # before the buffers are loaded to and stored from
+  def each_child(begin: Array, end: Array, visit: Callable[[Array, Array], None]) -> None:
+    pl.loop(begin, end)(lambda index: visit(index, child_at(index)))
 
-      @when(step + _INBOX < num_tiles)
-      def _() -> None:
-        sender = lax.div(child, num_slots)
-        peers.signal(signals.at[num_others + lax.rem(child, num_slots)], sender, axis_name)
+  def sent(child: Array, step: Array) -> Any:
+    """The tile that a child sent."""
+    return inbox_ref.at[worker, lax.rem(step, _INBOX), place(child, rank)]
 
-  def send(step: Array, slot: Array, parent: Array, length: int) -> None:
-    """Sends the own tile of a slot to the inbox of its parent."""
-    there = place(rank * num_slots + slot, parent)
-    part = pl.ds(0, length)
+  def arrive(child: Array) -> None:
+    pl.semaphore_wait(signals.at[place(child, rank)])
 
-    @when(step >= _INBOX)
-    def _() -> None:
-      pl.semaphore_wait(signals.at[num_others + slot])
+  def acknowledge(child: Array) -> None:
+    sender = lax.div(child, num_slots)
+    peers.signal(signals.at[num_others + lax.rem(child, num_slots)], sender, axis_name)
 
+  def inbox_of(parent: Array, slot: Array, step: Array) -> Any:
+    """Where the tile of an own slot is sent to, once there is room."""
+    when(step >= _INBOX)(lambda: pl.semaphore_wait(signals.at[num_others + slot]))
     inbox = peers.remote_ref(inbox_ref, parent, axis_name)
-    target = inbox.at[worker, lax.rem(step, _INBOX), there, part]
-    plgpu.copy_smem_to_gmem(own_buffer.at[part], target)
+    return inbox.at[worker, lax.rem(step, _INBOX), place(rank * num_slots + slot, parent)]
+
+  def announce(parent: Array, slot: Array) -> None:
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    peers.signal(signals.at[there], parent, axis_name)
+    peers.signal(signals.at[place(rank * num_slots + slot, parent)], parent, axis_name)
+
+  def send(own: Any, target: Callable[[], Any], length: int) -> None:
+    """Both halves of a tile at a time."""
+    parts = [
+      (pl.ds(first, size), buffer.at[pl.ds(0, size)], barrier)
+      for (first, size), buffer, barrier in zip(halves(length), (own_buffer, sent_buffer), loaded)
+    ]
+    for part, buffer, barrier in parts:
+      load(own.at[part], buffer, barrier)
+    inbox = target()
+    for part, buffer, barrier in parts:
+      plgpu.barrier_wait(barrier)
+      plgpu.copy_smem_to_gmem(buffer, inbox.at[part])
+
+  def add(own: Any, begin: Array, end: Array, step: Array, length: int, target: Any) -> None:
+    """Adds the tiles of children to the own one, half by half."""
+    for first, size in halves(length):
+      part, here = pl.ds(first, size), pl.ds(0, size)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      load(own.at[part], own_buffer.at[here], own_loaded)
+      if not first:
+        each_child(begin, end, lambda _, child: arrive(child))
+
+      def add_child(index: Array, child: Array, part: Any = part, size: int = size) -> None:
+        load(sent(child, step).at[part], sent_buffer.at[pl.ds(0, size)], sent_loaded)
+        when(index == begin)(lambda: plgpu.barrier_wait(own_loaded))
+        plgpu.barrier_wait(sent_loaded)
+        for start in range(0, size, _UNIT):  # what lies behind the tile is added, but not used
+          unit = pl.ds(start, _UNIT)
+          own_buffer[unit] = own_buffer[unit] + sent_buffer[unit]
+        plgpu.commit_smem()  # before the buffers are loaded to and stored from
+
+      each_child(begin, end, add_child)
+      plgpu.copy_smem_to_gmem(own_buffer.at[here], target.at[part])
+
+  def add_rounded(
+    home: Any, offset: Array, begin: Array, end: Array, step: Array, length: int
+  ) -> None:
+    """The same for a tile of a bfloat16 home. TMA converts nothing, so registers do."""
+
+    def add_units(first: Array | int, count: int) -> None:
+      def units(ref: Any, offset: Array | int) -> list[Array]:
+        starts = (offset + first + i * _UNIT for i in range(count))
+        parts = [ref.at[pl.ds(start, _UNIT)] for start in starts]
+        loaded = [plgpu.load(part, layout=_ROUNDED, optimized=False) for part in parts]
+        return [unit.astype(jnp.float32) for unit in loaded]
+
+      def add_child(index: Array, sums: list[Array]) -> list[Array]:
+        more = units(sent(child_at(index), step), 0)
+        return [a + b for a, b in zip(sums, more, strict=True)]
+
+      sums = lax.fori_loop(begin, end, add_child, units(home, offset))
+      for i, unit in enumerate(sums):
+        home[pl.ds(offset + first + i * _UNIT, _UNIT)] = unit.astype(home.dtype)
+
+    each_child(begin, end, lambda _, child: arrive(child))
+    whole, rest = divmod(length // _UNIT, _AT_ONCE)
+    pl.loop(0, whole)(lambda i: add_units(i * (_AT_ONCE * _UNIT), _AT_ONCE))
+    if rest:
+      add_units(whole * _AT_ONCE * _UNIT, rest)
+    plgpu.commit_smem()  # all threads are done
 
   def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""
     source, parent, end = (node(index, f) for f in (_Fields.SOURCE, _Fields.PARENT, _Fields.END))
     slot, step = source - num_home, each.step(offset, num_workers)
-    part, buffer = pl.ds(offset, each.length), own_buffer.at[pl.ds(0, each.length)]
-    home = sum_refs[each.array]
-    rounded = home.dtype != jnp.float32
+    part, home = pl.ds(offset, each.length), sum_refs[each.array]
+    replica = replica_refs[each.array]
 
     @when(slot < 0)
     def _() -> None:
-      if rounded:
-        _load_widened(home.at[source], own_buffer, offset, each.length)
+      if home.dtype != jnp.float32:
+        add_rounded(home.at[source], offset, begin, end, step, each.length)
       else:
-        load(home.at[source, part], buffer, own_loaded)
-        plgpu.barrier_wait(own_loaded)
-
-    @when(slot >= 0)
-    def _() -> None:
-      load(replica_refs[each.array].at[slot, part], buffer, own_loaded)
-      plgpu.barrier_wait(own_loaded)
-
-    add_all(step, begin, end, each.length)
-
-    @when(slot < 0)
-    def _() -> None:
-      if rounded:
-        _store_rounded(own_buffer, home.at[source], offset, each.length)
-      else:
-        plgpu.copy_smem_to_gmem(buffer, home.at[source, part])
+        own = home.at[source, part]
+        add(own, begin, end, step, each.length, own)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @when(slot >= 0)
     def _() -> None:
-      send(step, slot, parent, each.length)
+      own, inbox = replica.at[slot, part], functools.partial(inbox_of, parent, slot, step)
+      when(begin == end)(lambda: send(own, inbox, each.length))
+      when(begin < end)(lambda: add(own, begin, end, step, each.length, inbox()))
+      announce(parent, slot)
 
+    when(step + _INBOX < num_tiles)(
+      lambda: each_child(begin, end, lambda _, child: acknowledge(child))
+    )
     return end
 
   for each in tiles:
@@ -345,22 +397,6 @@ def _kernel(
     each.each(worker, num_workers, reduce_all)
 
   plgpu.wait_smem_to_gmem(0)
-
-
-def _load_widened(home: Any, buffer: Any, offset: Array, length: int) -> None:
-  """Loads the own tile of a bfloat16 home. TMA converts nothing, so registers do."""
-  for start in range(0, length, _UNIT):
-    unit = plgpu.load(home.at[pl.ds(offset + start, _UNIT)], layout=_ROUNDED, optimized=False)
-    buffer[pl.ds(start, _UNIT)] = unit.astype(jnp.float32)
-  plgpu.commit_smem()
-
-
-def _store_rounded(buffer: Any, home: Any, offset: Array, length: int) -> None:
-  """Stores the own tile of a bfloat16 home."""
-  for start in range(0, length, _UNIT):
-    unit = plgpu.load(buffer.at[pl.ds(start, _UNIT)], layout=_ROUNDED, optimized=False)
-    home[pl.ds(offset + start, _UNIT)] = unit.astype(home.dtype)
-  plgpu.commit_smem()  # read by all threads before the next tile is loaded
 
 
 def _check(

@@ -106,7 +106,7 @@ class Replicas:
     self.filled_S = lambda: jnp.ones(copies.wo.shape[0], bool)
     self.copies = lambda: copies
     self.copying = lambda arrays, flat=True: None
-    self.reducing = lambda replica_grads, home_grads: None
+    self.reducing = lambda replica_grads, home_grads, quarters: None
 
   def reduce(self, replica_grads, home_grads):
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), home_grads, replica_grads)

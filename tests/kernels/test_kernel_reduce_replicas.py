@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
-from pallas_kernels.transfer.reduce_replicas import _Fields, _num_nodes, _work_list, reduce_replicas
+from pallas_kernels.transfer.reduce_replicas import (
+  _Fields,
+  _num_nodes,
+  _work_list,
+  reduce_replicas,
+  reduction,
+)
 from pallas_kernels.transfer.tuning import TransferTuning
 
 RANKS, HOME, SLOTS = 4, 2, 2
@@ -87,7 +93,7 @@ def test_rounds_complete_sums_of_bfloat16_homes(name):
   replicas, homes = gradients(name, (7, 1024), (8,))
   homes = [homes[0].astype(jnp.bfloat16), homes[1]]
   with interpreted():
-    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=12288))
+    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=24576))
     sums = run(replicas, homes, *plan(name))
   assert [each.dtype for each in sums] == [jnp.bfloat16, jnp.float32]
   expected = np.array(homes[0].astype(jnp.float32))
@@ -97,6 +103,26 @@ def test_rounds_complete_sums_of_bfloat16_homes(name):
     np.asarray(sums[0], np.float32), np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
   )
   assert_summed(sums[1:], replicas[1:], homes[1:], name)
+
+
+def test_one_transfer_does_what_another_has_left():
+  """Quarters of two arrays whose tiles do not divide by four, and one of a single tile."""
+  replicas, homes = gradients("chain", (7, 32), (5, 32), (8,))
+  options = {"axis_name": "expert", "tuning": TransferTuning(blocks=1, workers=2, tile_bytes=128)}
+
+  def some(replicas, homes, *plan, quarters):
+    return reduction(replicas, homes, *plan, **options, quarters=quarters).launch()
+
+  def in_two(replicas, homes, *plan):
+    first = some(replicas, homes, *plan, quarters=[(0, 3), (0, 2), (0, 0)])
+    assert reduction(replicas, homes, *plan, **options, quarters=[(0, 0)] * 3) is None
+    return some(replicas, first, *plan, quarters=[(3, 4), (2, 4), (0, 4)])
+
+  specs = P("expert"), P("expert"), P(), P()
+  run = jax.shard_map(in_two, mesh=mesh(), in_specs=specs, out_specs=P("expert"), check_vma=False)
+  with interpreted():
+    sums = jax.jit(run)(replicas, homes, *plan("chain"))
+  assert_summed(sums, replicas, homes, "chain")
 
 
 def test_sums_in_the_order_of_the_ranks():
@@ -363,8 +389,8 @@ def test_rejects_plans_and_tunings():
   with pytest.raises(ValueError, match=r"replicas: expected shapes \[\(2, 8\)\], got \[\]"):
     sharded(mesh())([], homes, replica_GS, parent_GS)
   replicas, homes = gradients("star", (32768,))
-  shared = "reduce_replicas: expected at most 232448 bytes of shared memory, got 263"
+  shared = "reduce_replicas: expected at most 232448 bytes of shared memory, got 26"
   with pytest.raises(NotImplementedError, match=shared):
-    sharded(mesh(), TransferTuning(blocks=1, workers=1, tile_bytes=131072))(
+    sharded(mesh(), TransferTuning(blocks=1, workers=8, tile_bytes=28672))(
       replicas, homes, replica_GS, parent_GS
     )

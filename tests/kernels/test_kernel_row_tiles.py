@@ -97,7 +97,15 @@ def test_even_tiles_store_every_used_row_of_their_group(num_home, sizes):
     tiles = -(-sizes[s] // 192)
     alike = min((x for x in EVEN_SIZES if x * tiles >= sizes[s]), default=0)
     assert stored[slot == s].tolist() == [min(alike, sizes[s])] * tiles
-  assert slot.tolist() == sorted(slot)  # so those of home slots come first
+  tiles_of = np.bincount(slot, minlength=SLOTS)[slot]
+  is_home = slot < num_home
+  for kind in (is_home & (tiles_of > 1), is_home & (tiles_of == 1), ~is_home):
+    assert slot[kind].tolist() == sorted(slot[kind])
+  # Home slots come first, those of one tile evenly among the others.
+  home = int(is_home.sum())
+  assert is_home[:home].all()
+  single = (tiles_of == 1)[:home]
+  assert np.cumsum(single).tolist() == [(t + 1) * single.sum() // home for t in range(home)]
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ H200, BF16, F32 = Device.load("h200"), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.fl
 TIME = uep.BalanceConfig()
 
 
-def experts(width, inner, num=1):
-  into, out = (jax.ShapeDtypeStruct((num, *s), BF16) for s in ((width, inner), (inner, width)))
-  return uep.ExpertWeights(into, into, out)
+def experts(width, inner, num=1, fused=False):
+  shapes = (width, 2 * inner if fused else inner), (inner, width)
+  into, out = (jax.ShapeDtypeStruct((num, *shape), BF16) for shape in shapes)
+  return uep.ExpertWeights.fused(into, out) if fused else uep.ExpertWeights(into, into, out)
 
 
 # --- what things cost ------------------------------------------------------------------------
@@ -94,21 +95,23 @@ def test_rows_stay_small_integers():
   assert all(type(value) is int and 0 <= value <= 2**30 for value in values)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("beside", [True, False])
-def test_training_sends_copies_twice_and_gradients_home(beside):
+def test_training_sends_copies_twice_and_gradients_home(beside, fused):
   exposed = {"copy_exposed_forward": 0.25, "copy_exposed_backward": 0.5, "reduce_exposed": 0.75}
   device, size = H200.replace("test", **exposed), 3 * 4096 * 1536
-  got = cost_on(device, BF16, experts(4096, 1536), 1000, moving=beside, multiplying=True)
+  weights = experts(4096, 1536, fused=fused)
+  got = cost_on(device, BF16, weights, 1000, moving=beside, multiplying=True)
   links = device if beside else device.portable
   shapes = [(4096, 1536, direction, 3) for direction in ("forward", "backward")]
   row = sum(costs.row_seconds(device, *shape) for shape in shapes)
   sent, home = 2 * size / links["copy_rate"], 4 * size / links["reduce_rate"]
   delay = 0.25 * sent + 0.5 * sent + 0.75 * home if beside else 2 * sent + home
   delay += sum(costs.slot_seconds(device, *shape) for shape in shapes)
-  # Gradients have half of backward's matmuls.
-  half = costs.row_seconds(device, *shapes[1]) / 2
-  link_rows = round(max((2 * sent + home) / row, home / half)) if beside else 0
-  assert got.training == PlanCost(round(delay / row), 1000, link_rows)
+  # Of backward's six matmuls copies of gate and up have one, gradients four; or three if fused.
+  matmul = costs.row_seconds(device, *shapes[1]) / 6
+  limits = (2 * sent + home) / row, 2 / 3 * sent / matmul, home / matmul / (3 if fused else 4)
+  assert got.training == PlanCost(round(delay / row), 1000, round(max(limits)) if beside else 0)
 
 
 def test_a_cost_knows_whether_gradients_are_taken():

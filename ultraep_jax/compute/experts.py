@@ -21,6 +21,7 @@ from ultraep_jax.compute.grouped import (
   slot_sums,
   wgrad_beside,
 )
+from ultraep_jax.compute.homeward import Homeward
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport.replicate import Replicas
 from ultraep_jax.types import Array, ExpertWeights, Layout
@@ -185,9 +186,9 @@ def expert_backward(
   Where kernels can, each of five matmuls or so has a transfer beside it::
 
     gradient to inner         copies of wo, which its rows wait for
-    gradient of wo            copies of the first projection
-    gradients of projections  copies of the second one, then gradients of wo home
-    gradient to the rows      gradients of projections home
+    gradient of wo            copies of the projections
+    gradients of projections  gradients home, of what is made before
+    gradient to the rows      gradients home, of what is left
 
   Args:
     grad_CD: ``[C, D]``, per row the gradient of its token's output, not yet weighted.
@@ -213,13 +214,11 @@ def expert_backward(
   }
   wgrad = functools.partial(wgrad_beside, **groups, **options, home_dtype=weight_grad_dtype)
   sums = functools.partial(slot_sums, **groups, **options)
-  first, *others = home.projections
-  matrices = [first, *_biases(home)], *([weight] for weight in others)
   copying_wo = replicas.copying([home.wo], flat=False)
-  copying: list[Any] = [replicas.copying(arrays) for arrays in matrices]
+  copying = replicas.copying([*home.projections, *_biases(home)])
   copies = None
-  if copying_wo is None or None in copying:
-    copies, copying = replicas.copies(), [None] * len(copying)
+  if copying_wo is None or copying is None:
+    copies, copying = replicas.copies(), None
     wo = copies.wo
     ungated_CF = grouped_matmul(grad_CD, home.wo, wo, group_size_P, transpose_rhs=True, **options)
   else:
@@ -227,45 +226,35 @@ def expert_backward(
 
   between = hidden, ungated_CF, gate_C, group_size_P, home.layout, activation
   inner_CF, hidden_grad, gate_grad_C = _between(*between, implementations)
-  wo_grads, brought = wgrad(copying[0], inner_CF, grad_CD, into_MKN=into and into.wo)
-  biases = brought[1:] if copies is None else _biases(copies)
+  wo_grads, brought = wgrad(copying, inner_CF, grad_CD, into_MKN=into and into.wo)
+  if copies is None:
+    count = len(home.projections)
+    copies = _with_biases(home, brought[:count], wo, brought[count:])
 
   bias_grads = []
   if home.wo_bias is not None:
-    gate_grad_C += _times_bias(grad_CD, (home.wo_bias, biases[-1]), group_size_P)
+    gate_grad_C += _times_bias(grad_CD, (home.wo_bias, copies.wo_bias), group_size_P)
     bias_grads = [sums(gate_C, grad_CD, into_MN=into and into.wo_bias)]
 
-  # Where nothing was added to what a transfer would add to.
-  reducing_wo = replicas.reducing([wo_grads[1]], [wo_grads[0]]) if into is None else None
+  homeward = Homeward(replicas, len(hidden_grad), (wo_grads,))
   no_sums = [None] * len(hidden_grad)
-  beside = *copying[1:], reducing_wo
-  results = [
-    wgrad(transfer, rows_CD, grad, into_MKN=of)
-    for transfer, grad, of in zip(
-      beside, hidden_grad, into.projections if into else no_sums, strict=True
-    )
-  ]
-  into_grads, transferred = zip(*results, strict=True)
+  for grad, of in zip(hidden_grad, into.projections if into else no_sums, strict=True):
+    # Beside what adds to gradients that are there already, nothing travels.
+    transfer = homeward.next() if into is None else None
+    homeward = homeward.then(*wgrad(transfer, rows_CD, grad, into_MKN=of))
   if home.projection_biases:
     ones_C = jnp.ones_like(gate_C)
     into_biases = into.projection_biases if into else no_sums
     pairs = zip(hidden_grad, into_biases, strict=True)
     bias_grads = [*(sums(ones_C, grad, into_MN=of) for grad, of in pairs), *bias_grads]
-  if copies is None:
-    projections = [each[0] for each in (brought, *transferred[:-1])]
-    copies = _with_biases(home, projections, wo, biases)
 
-  late = [*into_grads, *bias_grads, *([wo_grads] if reducing_wo is None else [])]
-  home_grads, replica_grads = ([grads[of] for grads in late] for of in (0, 1))
-  reducing = replicas.reducing(replica_grads, home_grads)
-  rows_grad_CD, total = rows_grad_beside(
-    reducing, hidden_grad, home.projections, copies.projections, group_size_P, **options
+  transfer = homeward.last(bias_grads)
+  rows_grad_CD, arrived = rows_grad_beside(
+    transfer, hidden_grad, home.projections, copies.projections, group_size_P, **options
   )
-  if reducing is None:
-    total = replicas.reduce(replica_grads, home_grads)
-  total = [*total, *([] if reducing_wo is None else transferred[-1])]
-  count = len(into_grads)
-  grads = _with_biases(home, total[:count], total[-1], total[count:-1])
+  wo, *others = homeward.totals(bias_grads, arrived)
+  count = len(hidden_grad)
+  grads = _with_biases(home, others[:count], wo, others[count:])
   return ExpertGrads(rows_grad_CD, gate_grad_C, grads, copies)
 
 

@@ -170,8 +170,13 @@ def cost_on(
   copy += steps * copy_seconds(links, size, "backward", beside=beside)
   copy += steps * (links["reduce_exposed"] if beside else 1.0) * gradients
   travelling += size / links["copy_rate"] + gradients
-  # Gradients travel last, beside half of backward's matmuls, or two thirds of fused ones.
-  training = rounded(max(travelling / row, gradients / (backward / 2)))
+  # What has which of backward's matmuls beside it: copies of projections the gradient of wo;
+  # gradients those after it, of which one projection's have a third (compute/homeward.py).
+  matrices = weights.num_matrices
+  projections = (matrices - 1) / matrices * size / links["copy_rate"]
+  hiding = backward * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
+  hidden_by = travelling / row, projections / (backward / (2 * matrices)), gradients / hiding
+  training = rounded(max(hidden_by))
   return LayerCost(plan, fixed_rows, training)
 
 

@@ -205,9 +205,15 @@ class Replicas:
     )
 
   def reducing(
-    self, replica_grads: Sequence[Array], home_grads: Sequence[Array]
+    self,
+    replica_grads: Sequence[Array],
+    home_grads: Sequence[Array],
+    quarters: Sequence[tuple[int, int]] | None = None,
   ) -> "kernels.Transfer | None":
-    """Makes ``reduce`` of such arrays beside a matmul that does not need them."""
+    """Makes ``reduce`` of such arrays beside a matmul that does not need them.
+
+    With ``quarters``, of each array from the first of these to the one behind the last.
+    """
     sums = jnp.dtype(jnp.float32)
 
     def transfer() -> "kernels.Transfer | None":
@@ -219,6 +225,7 @@ class Replicas:
         axis_name=self.axis_name,
         tuning=_tuning(self.tunings, "reducing", jax.tree.leaves(self.home), sums)
         or reducing_tuning(*self.replica_expert_GS.shape),
+        quarters=quarters,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
@@ -228,15 +235,15 @@ class Replicas:
 # Beside a matmul. Few SMs fill the links with copies; to add gradients takes more of them. Three
 # workers, as a matmul's kernels have.
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
-REDUCING = TransferTuning(blocks=32, workers=3, tile_bytes=32 * 1024)
-_LEAST_REDUCING, _INBOX_BYTES = 16, 1 << 30
+REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
+_LEAST_REDUCING, _INBOX_BYTES = 8, 1 << 30
 
 
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
   """``REDUCING``, with down to half of its blocks where their inbox would be above 1 GiB.
 
   >>> reducing_tuning(2, 64).blocks, reducing_tuning(8, 28).blocks, reducing_tuning(64, 14).blocks
-  (32, 27, 16)
+  (16, 13, 8)
   """
   of_block = 2 * (num_ranks - 1) * num_slots * REDUCING.workers * REDUCING.tile_bytes
   blocks = min(max(_INBOX_BYTES // max(of_block, 1), _LEAST_REDUCING), REDUCING.num_blocks)
