@@ -150,12 +150,12 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
   kinds = is_home_P & (tiles_P != 1), is_home_P & (tiles_P == 1), ~is_home_P
   start_E, *before = sums_before(group_size_P, *(jnp.where(kind, tiles_P, 0) for kind in kinds))
   several, single = (before_E[-1] for before_E in before[:2])
-  first_of_kind = jnp.int32(0), several, several + single
-  begin_P = sum(
-    jnp.where(kind, before_E[:-1] + first, 0)
-    for kind, before_E, first in zip(kinds, before, first_of_kind, strict=True)
-  )
-  tiles_P = sum(before_E[1:] - before_E[:-1] for before_E in before)  # divided in one kernel only
+  firsts = jnp.int32(0), several, several + single  # of each kind
+  begin_P = jnp.zeros_like(slot_P)
+  for kind, before_E, kind_first in zip(kinds, before, firsts, strict=True):
+    begin_P = jnp.where(kind, before_E[:-1] + kind_first, begin_P)
+  up_to_E = before[0] + before[1] + before[2]
+  tiles_P = up_to_E[1:] - up_to_E[:-1]  # again: XLA needs a kernel more if two divide
   start_P = start_E[:-1]
   rows_P = jnp.full_like(start_P, EVEN_SIZES[-1])
   for size in reversed(EVEN_SIZES):

@@ -239,10 +239,9 @@ def _kernel(
   work_ref, *refs = operand_refs
   replica_refs, sum_refs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
   (inbox_ref,) = result_refs
-  *loaded, work_buffer, own_buffer, sent_buffer = (
+  own_loaded, sent_loaded, work_buffer, own_buffer, sent_buffer = (
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
-  own_loaded, sent_loaded = loaded
   num_workers, worker = tuning.num_workers, tiling.worker_index(tuning)
   num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
   rank = peers.rank(axis_name)
@@ -297,15 +296,16 @@ def _kernel(
 
   def send(own: Any, target: Callable[[], Any], length: int) -> None:
     """Both halves of a tile at a time."""
+    buffers = (own_buffer, own_loaded), (sent_buffer, sent_loaded)
     parts = [
-      (pl.ds(first, size), buffer.at[pl.ds(0, size)], barrier)
-      for (first, size), buffer, barrier in zip(halves(length), (own_buffer, sent_buffer), loaded)
+      (pl.ds(first, size), buffer.at[pl.ds(0, size)], loaded)
+      for (first, size), (buffer, loaded) in zip(halves(length), buffers, strict=False)
     ]
-    for part, buffer, barrier in parts:
-      load(own.at[part], buffer, barrier)
+    for part, buffer, loaded in parts:
+      load(own.at[part], buffer, loaded)
     inbox = target()
-    for part, buffer, barrier in parts:
-      plgpu.barrier_wait(barrier)
+    for part, buffer, loaded in parts:
+      plgpu.barrier_wait(loaded)
       plgpu.copy_smem_to_gmem(buffer, inbox.at[part])
 
   def add(own: Any, begin: Array, end: Array, step: Array, length: int, target: Any) -> None:

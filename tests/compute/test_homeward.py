@@ -41,11 +41,12 @@ def run(replicas, projections, biases, adds=False):
   homeward = Homeward(replicas, projections, (gradients(0),))
   for of in range(1, projections + 1):
     homeward = homeward.then(gradients(of), None if adds else homeward.next())
-  return homeward.totals(biases, homeward.last(biases))
+  return [each.tolist() for each in homeward.totals(biases, homeward.last(biases))]
 
 
 def expected(projections, biases):
-  return [np.asarray(a + b) for a, b in [*map(gradients, range(projections + 1)), *biases]]
+  pairs = [*map(gradients, range(projections + 1)), *biases]
+  return [(home + copy).tolist() for home, copy in pairs]
 
 
 @pytest.mark.parametrize("projections", [1, 2])
@@ -72,8 +73,7 @@ def test_all_gradients_are_added_once(moves, reduced, projections, biases):
   if reduced == "biases" and projections == 1:
     moves = lambda quarters: len(quarters) < 2  # noqa: E731
   replicas = Replicas(moves)
-  got = run(replicas, projections, biases)
-  assert [each.tolist() for each in got] == [each.tolist() for each in expected(projections, biases)]
+  assert run(replicas, projections, biases) == expected(projections, biases)
   counts = {"nothing": 0, "all": projections + 1 + len(biases), "biases": len(biases)}
   assert replicas.reduced == counts[reduced]
   assert len(replicas.asked) == (0 if reduced == "all" else projections + 1)
@@ -81,6 +81,5 @@ def test_all_gradients_are_added_once(moves, reduced, projections, biases):
 
 def test_where_nothing_travelled_before_all_travels_at_last():
   replicas = Replicas()
-  got = run(replicas, 2, BIASES, adds=True)
-  assert [each.tolist() for each in got] == [each.tolist() for each in expected(2, BIASES)]
+  assert run(replicas, 2, BIASES, adds=True) == expected(2, BIASES)
   assert replicas.asked[-1] == [(0, 4)] * 4

@@ -306,9 +306,7 @@ def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
 
 
 @settings(max_examples=40)
-@given(
-  st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), min_size=1), st.integers(1, 9)
-)
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), min_size=1), st.integers(1, 9))
 def test_quarters_that_follow_each_other_are_all_tiles(rows, num_workers):
   arrays = [np.zeros((1, 16 * units), np.int8) for units, _ in rows]
   cuts = tiles.cut("arrays", arrays, TransferTuning(blocks=1, workers=1, tile_bytes=256))

@@ -110,7 +110,9 @@ def test_training_sends_copies_twice_and_gradients_home(beside, fused):
   delay += sum(costs.slot_seconds(device, *shape) for shape in shapes)
   # Of backward's six matmuls copies of gate and up have one, gradients four; or three if fused.
   matmul = costs.row_seconds(device, *shapes[1]) / 6
-  limits = (2 * sent + home) / row, 2 / 3 * sent / matmul, home / matmul / (3 if fused else 4)
+  # They take 1.15 times as long then, and every matrix 5 us more.
+  limits = [(2 * sent + home) / row, (2 / 3 * sent + 1e-5) / matmul / 1.15]
+  limits.append((home + 1.5e-5) / matmul / (3 if fused else 4) / 1.15)
   assert got.training == PlanCost(round(delay / row), 1000, round(max(limits)) if beside else 0)
 
 

@@ -233,7 +233,7 @@ def expert_backward(
 
   bias_grads = []
   if home.wo_bias is not None:
-    gate_grad_C += _times_bias(grad_CD, (home.wo_bias, copies.wo_bias), group_size_P)
+    gate_grad_C += _times_bias(grad_CD, _biases(home)[-1], _biases(copies)[-1], group_size_P)
     bias_grads = [sums(gate_C, grad_CD, into_MN=into and into.wo_bias)]
 
   homeward = Homeward(replicas, len(hidden_grad), (wo_grads,))
@@ -310,12 +310,12 @@ def _bias(home_MN: Array | None, replica_SN: Array | None) -> Bias:
   return None if home_MN is None or replica_SN is None else (home_MN, replica_SN)
 
 
-def _times_bias(grad_CD: Array, bias: tuple[Array, Array], group_size_P: Array) -> Array:
+def _times_bias(grad_CD: Array, home_MD: Array, copies_SD: Array, group_size_P: Array) -> Array:
   """``[C]``, what the bias of each row's slot adds to the gradient of its gate."""
   end_P = jnp.cumsum(group_size_P, dtype=jnp.int32)
   row_C1 = jnp.arange(grad_CD.shape[0], dtype=jnp.int32)[:, None]
   slot_C = jnp.sum(end_P[None, :] <= row_C1, axis=1, dtype=jnp.int32)  # of no slot: the last
-  bias_CD = jnp.concatenate(bias)[jnp.minimum(slot_C, end_P.shape[0] - 1)]
+  bias_CD = jnp.concatenate([home_MD, copies_SD])[jnp.minimum(slot_C, end_P.shape[0] - 1)]
   return jnp.sum(grad_CD.astype(jnp.float32) * bias_CD.astype(jnp.float32), axis=1)
 
 

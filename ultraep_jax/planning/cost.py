@@ -20,6 +20,9 @@ _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 GRAD_BYTES = 4  # of a weight's gradient from a copy
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
+# Fits of when more copies than backward hides delay three models (docs/lab/layer.md, What backward
+# hides): how much longer a matmul takes beside a transfer, and a matrix of a copy or its gradient.
+_LONGER, _MATRIX_SECONDS = 1.15, 5e-6
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -172,11 +175,12 @@ def cost_on(
   travelling += size / links["copy_rate"] + gradients
   # What has which of backward's matmuls beside it: copies of projections the gradient of wo;
   # gradients those after it, of which one projection's have a third (compute/homeward.py).
-  matrices = weights.num_matrices
-  projections = (matrices - 1) / matrices * size / links["copy_rate"]
-  hiding = backward * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
-  hidden_by = travelling / row, projections / (backward / (2 * matrices)), gradients / hiding
-  training = rounded(max(hidden_by))
+  matrices, beside_it = weights.num_matrices, _LONGER * backward
+  projections = (matrices - 1) * (size / matrices / links["copy_rate"] + _MATRIX_SECONDS)
+  all_gradients = gradients + matrices * _MATRIX_SECONDS
+  hiding = beside_it * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
+  limits = travelling / row, projections / (beside_it / (2 * matrices)), all_gradients / hiding
+  training = rounded(max(limits))
   return LayerCost(plan, fixed_rows, training)
 
 
