@@ -145,19 +145,20 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
   Home slots of one tile are spread among those of several. Weights are read from memory once for
   all tiles of a slot: for a single one this takes longer than to multiply, for several it does not.
   """
-  slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
-  tiles_P, is_home_P = _parts(group_size_P, EVEN_SIZES[-1]), slot_P < num_home
-  kinds = is_home_P & (tiles_P != 1), is_home_P & (tiles_P == 1), ~is_home_P
-  start_E, *before = sums_before(group_size_P, *(jnp.where(kind, tiles_P, 0) for kind in kinds))
-  several, single = (before_E[-1] for before_E in before[:2])
-  firsts = jnp.int32(0), several, several + single  # of each kind
-  begin_P = jnp.zeros_like(slot_P)
-  for kind, before_E, kind_first in zip(kinds, before, firsts, strict=True):
-    begin_P = jnp.where(kind, before_E[:-1] + kind_first, begin_P)
-  up_to_E = before[0] + before[1] + before[2]
-  tiles_P = up_to_E[1:] - up_to_E[:-1]  # again: XLA needs a kernel more if two divide
-  start_P = start_E[:-1]
-  rows_P = jnp.full_like(start_P, EVEN_SIZES[-1])
+  slot_P, most = jnp.arange(group_size_P.shape[0], dtype=jnp.int32), EVEN_SIZES[-1]
+  # Those of several tiles, of a single one, and not of home, by slots.
+  kind_P = jnp.where(slot_P >= num_home, 2, jnp.where(group_size_P > most, 0, 1))
+  order_P = kind_P * slot_P.size + slot_P
+  size_1P, tiles_1P = group_size_P[None, :], _parts(group_size_P, most)[None, :]
+  before_PP = slot_P[None, :] < slot_P[:, None]
+  start_P, begin_P, tiles_P, several_P, single_P = sum_lines(
+    jnp.where(before_PP, size_1P, 0),
+    jnp.where(order_P[None, :] < order_P[:, None], tiles_1P, 0),
+    jnp.where(slot_P[None, :] == slot_P[:, None], tiles_1P, 0),
+    *(jnp.broadcast_to(jnp.where(kind_P == k, tiles_1P, 0), before_PP.shape) for k in (0, 1)),
+  )
+  several, single = several_P[0], single_P[0]
+  rows_P = jnp.full_like(start_P, most)
   for size in reversed(EVEN_SIZES):
     rows_P = jnp.where(group_size_P <= size * tiles_P, size, rows_P)
   stored_P = jnp.minimum(rows_P, group_size_P)
@@ -166,7 +167,7 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
     first_TP = (tile_T1 - begin_P[None, :]) * stored_P[None, :]
     return start_P[None, :] + jnp.minimum(first_TP, (group_size_P - stored_P)[None, :])
 
-  num_tiles = capacity // EVEN_SIZES[-1] + group_size_P.shape[0]
+  num_tiles = capacity // most + group_size_P.shape[0]
   kinds = [_Kind(begin_P, begin_P + tiles_P, rows_P, first)]
   order = functools.partial(_spread, several=several, single=single)
   return _table(num_tiles, group_size_P, start_P, num_home, kinds, order)

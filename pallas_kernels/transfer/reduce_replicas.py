@@ -17,19 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
+from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of, work_list
 from pallas_kernels.transfer.tiles import Tiles, Transfer
-from pallas_kernels.transfer.trees import Trees
 from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import one_if, when
 
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
 _AT_ONCE = 4  # units of a bfloat16 home whose loads are under way together
-_ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # of bfloat16 units: 16 bytes a thread
+_ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # by eight of a thread
 
 
 def reduce_replicas(
@@ -127,7 +126,7 @@ def reduction(
   length = max(each.length for each in tiles)
   half = -(-length // (2 * _UNIT)) * _UNIT
   buffer = plgpu.SMEM((tuning.workers, half), jnp.float32)
-  work = _work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
+  work = work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
   rows = [replica.reshape(num_slots, -1) for replica in replicas]
 
   def finish(results: Sequence[Array]) -> list[Array]:
@@ -152,75 +151,8 @@ def reduction(
     tuning=tuning,
     name="reduce_replicas",
     semaphores=(tuning.num_workers, num_others + num_slots),
-    work=_Fields.COUNT,
+    work=Fields.COUNT,
   )
-
-
-class _Fields:
-  """Where the parts of the work list lie: a count, columns of nodes, children.
-
-  A node is what this rank has of an expert that others have too: an own slot, or a home expert
-  with replicas. They are in the order of the work. Its children are filled slots of other ranks.
-  """
-
-  COUNT = 0
-  SOURCE, PARENT, END = range(3)  # home expert or M + slot; rank, of a slot; of its children
-
-  @classmethod
-  def node(cls, num_nodes: int, index: Array | int, column: int) -> Array | int:
-    return 1 + column * num_nodes + index
-
-  @classmethod
-  def child(cls, num_nodes: int, index: Array | int) -> Array | int:
-    return 1 + 3 * num_nodes + index
-
-
-def _num_nodes(num_ranks: int, num_slots: int, num_home: int) -> int:
-  """The most nodes that a rank can have."""
-  return num_slots + min(num_home, (num_ranks - 1) * num_slots)
-
-
-def _work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home: int) -> Array:
-  """What one rank adds and sends, a vector of int32 as ``_Fields`` describes it.
-
-  Axis N is all slots of all ranks, axis Q what this rank can have of an expert: home experts
-  (below M) and own slots (M + slot).
-  """
-  num_ranks, num_slots = replica_expert_GS.shape
-  size, num_sources = num_ranks * num_slots, num_home + num_slots
-  tree = Trees.of(replica_expert_GS, parent_GS)
-  mine_N = tree.filled_N & (tree.parent_N == rank)
-  slot_N, source_Q = (jnp.arange(n, dtype=jnp.int32) for n in (size, num_sources))
-  source_N = jnp.where(mine_N, tree.source(rank, num_home, num_slots), -1)
-  children_Q = jnp.sum(source_Q[:, None] == source_N[None, :], axis=1, dtype=jnp.int32)
-  earlier_NN = (source_N[None, :] == source_N[:, None]) & (slot_N[None, :] < slot_N[:, None])
-  earlier_N = jnp.sum(earlier_NN, axis=1, dtype=jnp.int32)  # of the same source
-
-  def own(slots_N: Array, of_homes: int | bool) -> Array:
-    """Per source: a value for all homes, this rank's part of ``slots_N`` for its slots."""
-    homes_M = jnp.full(num_home, of_homes, slots_N.dtype)
-    return jnp.concatenate([homes_M, slots_N.reshape(num_ranks, num_slots)[rank]])
-
-  used_Q = own(tree.filled_N, False) | (children_Q > 0)
-  # Slots without children, then by falling depth, homes (one less than the first slots) last.
-  turn_Q = jnp.where(children_Q > 0, num_ranks - own(tree.depth_N, -1), 0)
-  key_Q = jnp.where(used_Q, turn_Q, num_ranks + 2) * num_sources + source_Q
-  before_QQ = key_Q[None, :] < key_Q[:, None]
-  fed_before_QQ = jnp.where(before_QQ, children_Q[None, :], 0)
-  place_Q, begin_Q = sum_lines(before_QQ.astype(jnp.int32), fed_before_QQ)
-
-  num_nodes = _num_nodes(num_ranks, num_slots, num_home)
-  length = _Fields.child(num_nodes, size)
-  length += -length % 32
-  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
-  field_LQ = jnp.where(field_L1 == _Fields.COUNT, used_Q.astype(jnp.int32)[None, :], 0)
-  columns = source_Q, own(tree.parent_N, -1), begin_Q + children_Q  # as of ``_Fields``
-  for column, value_Q in enumerate(columns):
-    here_Q = jnp.where(used_Q, _Fields.node(num_nodes, place_Q, column), -1)
-    field_LQ = jnp.where(field_L1 == here_Q[None, :], value_Q[None, :], field_LQ)
-  child_N = begin_Q[jnp.maximum(source_N, 0)] + earlier_N + _Fields.child(num_nodes, 0)
-  field_LN = jnp.where((field_L1 == child_N[None, :]) & mine_N[None, :], slot_N[None, :], 0)
-  return jnp.sum(jnp.concatenate([field_LQ, field_LN], axis=1), axis=1, dtype=jnp.int32)
 
 
 def _kernel(
@@ -243,7 +175,7 @@ def _kernel(
     ref.at[lax.axis_index(tiling.WORKER_AXIS)] for ref in (*scratch_refs, *buffer_refs)
   )
   num_workers, worker = tuning.num_workers, tiling.worker_index(tuning)
-  num_nodes = _num_nodes(lax.axis_size(axis_name), num_slots, num_home)
+  num_nodes = num_nodes_of(lax.axis_size(axis_name), num_slots, num_home)
   rank = peers.rank(axis_name)
   num_tiles = tiling.count(tiles, worker, num_workers)
   # Arrivals of tiles of other ranks' slots, then acknowledgements of those of own slots.
@@ -256,7 +188,7 @@ def _kernel(
   plgpu.barrier_wait(own_loaded)
 
   def node(index: Array, column: int) -> Array:
-    return work_buffer[_Fields.node(num_nodes, index, column)]
+    return work_buffer[Fields.node(num_nodes, index, column)]
 
   def place(child: Array, parent: Array) -> Array:
     """Where a slot's tiles lie in the inbox of its parent, which has none for its own slots."""
@@ -268,7 +200,7 @@ def _kernel(
     return [(first, min(length - first, half)) for first in range(0, length, half)]
 
   def child_at(index: Array) -> Array:
-    return work_buffer[_Fields.child(num_nodes, index)]
+    return work_buffer[Fields.child(num_nodes, index)]
 
   def each_child(begin: Array, end: Array, visit: Callable[[Array, Array], None]) -> None:
     pl.loop(begin, end)(lambda index: visit(index, child_at(index)))
@@ -358,7 +290,7 @@ def _kernel(
 
   def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""
-    source, parent, end = (node(index, f) for f in (_Fields.SOURCE, _Fields.PARENT, _Fields.END))
+    source, parent, end = (node(index, f) for f in (Fields.SOURCE, Fields.PARENT, Fields.END))
     slot, step = source - num_home, each.step(offset, num_workers)
     part, home = pl.ds(offset, each.length), sum_refs[each.array]
     replica = replica_refs[each.array]
@@ -389,7 +321,7 @@ def _kernel(
     def reduce_all(offset: Array, each: Tiles = each) -> None:
       lax.fori_loop(
         0,
-        work_buffer[_Fields.COUNT],
+        work_buffer[Fields.COUNT],
         functools.partial(reduce, each=each, offset=offset),
         jnp.int32(0),
       )

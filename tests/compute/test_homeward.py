@@ -1,10 +1,11 @@
 """Which parts of gradients travel beside which matmul."""
 
+import itertools
+
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from ultraep_jax.compute.homeward import _BESIDE, Homeward
+from ultraep_jax.compute.homeward import _HOME_AFTER, Homeward
 
 BIASES = [(jnp.full(3, 1000.0), jnp.full(3, 7.0))]
 
@@ -50,33 +51,46 @@ def expected(projections, biases):
 
 
 @pytest.mark.parametrize("projections", [1, 2])
-def test_every_quarter_travels_once_and_after_it_is_made(projections):
-  quarters = np.zeros((projections + 1, 4), int)
-  for made, parts in enumerate(_BESIDE[projections], start=1):
-    for of, first, end in parts:
-      assert of < made
-      quarters[of, first:end] += 1
-  assert (quarters == 1).all()
+def test_in_the_end_all_are_home(projections):
+  """None of them leaves before it is made, and none goes back."""
+  *_, last = steps = _HOME_AFTER[projections]
+  assert [len(home) for home in steps] == list(range(1, projections + 2))
+  assert set(last) == {4}
+  for before, after in itertools.pairwise(steps):
+    assert all(a <= b for a, b in zip(before, after, strict=False))
 
 
 @pytest.mark.parametrize("biases", [[], BIASES])
 @pytest.mark.parametrize("projections", [1, 2])
-@pytest.mark.parametrize(
-  ("moves", "reduced"),
-  [
-    (lambda quarters: True, "nothing"),
-    (lambda quarters: False, "all"),
-    (lambda quarters: len(quarters) < 3, "biases"),  # with them it would be three arrays
-  ],
-)
-def test_all_gradients_are_added_once(moves, reduced, projections, biases):
-  if reduced == "biases" and projections == 1:
-    moves = lambda quarters: len(quarters) < 2  # noqa: E731
-  replicas = Replicas(moves)
+@pytest.mark.parametrize("refused", list(itertools.product([False, True], repeat=2)))
+def test_what_no_transfer_took_travels_with_the_next(refused, projections, biases):
+  """A tiny gradient has no tiles in some of its quarters, say."""
+  answers = iter([*refused[:projections], False])
+  replicas = Replicas(lambda quarters: not next(answers))
   assert run(replicas, projections, biases) == expected(projections, biases)
-  counts = {"nothing": 0, "all": projections + 1 + len(biases), "biases": len(biases)}
-  assert replicas.reduced == counts[reduced]
-  assert len(replicas.asked) == (0 if reduced == "all" else projections + 1)
+  assert replicas.reduced == 0
+
+
+@pytest.mark.parametrize("projections", [1, 2])
+def test_biases_that_no_kernel_takes_are_reduced_alone(projections):
+  answers = iter([*[True] * projections, False, True])
+  replicas = Replicas(lambda quarters: next(answers))
+  assert run(replicas, projections, BIASES) == expected(projections, BIASES)
+  assert replicas.reduced == len(BIASES)
+
+
+@pytest.mark.parametrize("biases", [[], BIASES])
+@pytest.mark.parametrize("projections", [1, 2])
+def test_without_kernels_all_are_reduced_at_the_end(projections, biases):
+  replicas = Replicas(lambda quarters: False)
+  assert run(replicas, projections, biases) == expected(projections, biases)
+  assert replicas.reduced == projections + 1 + len(biases)
+
+
+def test_a_rest_that_nothing_brings_is_an_error():
+  answers = iter([True, True, False, False])
+  with pytest.raises(NotImplementedError, match="gradients: expected a transfer"):
+    run(Replicas(lambda quarters: next(answers)), 2, BIASES)
 
 
 def test_where_nothing_travelled_before_all_travels_at_last():

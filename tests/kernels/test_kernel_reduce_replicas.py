@@ -14,13 +14,8 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
-from pallas_kernels.transfer.reduce_replicas import (
-  _Fields,
-  _num_nodes,
-  _work_list,
-  reduce_replicas,
-  reduction,
-)
+from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
+from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of, work_list
 from pallas_kernels.transfer.tuning import TransferTuning
 
 RANKS, HOME, SLOTS = 4, 2, 2
@@ -80,7 +75,7 @@ def test_sums_exactly(name):
 
 def test_sums_tiles_of_several_units():
   """A tile longer than what is added at a time, and no multiple of it."""
-  replicas, homes = gradients("chain", (2100,))
+  replicas, homes = gradients("chain", (7, 2100))
   with interpreted():
     run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=6144), check_vma=False)
     sums = run(replicas, homes, *plan("chain"))
@@ -89,11 +84,14 @@ def test_sums_tiles_of_several_units():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_rounds_complete_sums_of_bfloat16_homes(name):
-  """Beside float32 ones, in several tiles and units: float32 sums, rounded once, at the end."""
-  replicas, homes = gradients(name, (7, 1024), (8,))
+  """Beside float32 ones, in several tiles and units: float32 sums, rounded once, at the end.
+
+  Six of seven units are a tile of two halves, of which a worker has more than the inbox holds.
+  """
+  replicas, homes = gradients(name, (43, 1024), (8,))
   homes = [homes[0].astype(jnp.bfloat16), homes[1]]
   with interpreted():
-    run = sharded(mesh(), TransferTuning(blocks=2, workers=1, tile_bytes=24576))
+    run = sharded(mesh(), TransferTuning(blocks=1, workers=2, tile_bytes=24576))
     sums = run(replicas, homes, *plan(name))
   assert [each.dtype for each in sums] == [jnp.bfloat16, jnp.float32]
   expected = np.array(homes[0].astype(jnp.float32))
@@ -286,18 +284,18 @@ def test_no_slots_and_no_arrays_need_no_kernel():
 
 @functools.partial(jax.jit, static_argnums=3)
 def jitted_work_list(replica_GS, parent_GS, rank, home):
-  return _work_list(replica_GS, parent_GS, rank, home)
+  return work_list(replica_GS, parent_GS, rank, home)
 
 
 def decoded(work, ranks, slots, home):
   """Nodes in order: source, parent and children."""
-  nodes, begin, size = [], 0, _num_nodes(ranks, slots, home)
-  for index in range(work[_Fields.COUNT]):
+  nodes, begin, size = [], 0, num_nodes_of(ranks, slots, home)
+  for index in range(work[Fields.COUNT]):
     source, parent, end = (
-      int(work[_Fields.node(size, index, column)])
-      for column in (_Fields.SOURCE, _Fields.PARENT, _Fields.END)
+      int(work[Fields.node(size, index, column)])
+      for column in (Fields.SOURCE, Fields.PARENT, Fields.END)
     )
-    children = [int(work[_Fields.child(size, i)]) for i in range(begin, end)]
+    children = [int(work[Fields.child(size, i)]) for i in range(begin, end)]
     nodes.append((source, parent, children))
     begin = end
   return nodes
@@ -326,23 +324,23 @@ def test_work_lists_count_every_slot_once_and_never_wait_for_ever(placement):
       slot = rank * slots + source - home
       total = [rank * home + source] if source < home else [slot]
       assert children == sorted(children)
+      if source >= home and tile >= 2:
+        while not acknowledged[slot]:
+          yield "waits"
+        acknowledged[slot] -= 1
       for child in children:
         while not inbox.get(child):
           yield "waits"
         sent_tile, sent = inbox[child].pop(0)
         assert sent_tile == tile and child // slots != rank
         total += sent
-        acknowledged[child] += tile + 2 < tiles
       if source < home:
         totals[tile][rank * home + source] = total[1:]
       else:
         assert parent == parent_GS.flat[slot]
-        if tile >= 2:
-          while not acknowledged[slot]:
-            yield "waits"
-          acknowledged[slot] -= 1
         inbox.setdefault(slot, []).append((tile, total))
         assert len(inbox[slot]) <= 2
+      acknowledged[children] += tile + 2 < tiles
 
   running = {rank: run(rank) for rank in range(ranks)}
   for _ in range(2 * tiles * ranks * slots + 1):

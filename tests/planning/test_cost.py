@@ -95,11 +95,14 @@ def test_rows_stay_small_integers():
   assert all(type(value) is int and 0 <= value <= 2**30 for value in values)
 
 
+@pytest.mark.parametrize("slow", ["copy_rate", "reduce_rate", None])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("beside", [True, False])
-def test_training_sends_copies_twice_and_gradients_home(beside, fused):
+def test_training_sends_copies_twice_and_gradients_home(beside, fused, slow):
+  """Whichever of them takes longest beside its matmuls."""
   exposed = {"copy_exposed_forward": 0.25, "copy_exposed_backward": 0.5, "reduce_exposed": 0.75}
-  device, size = H200.replace("test", **exposed), 3 * 4096 * 1536
+  slower = {slow: H200[slow] / 4} if slow else {}
+  device, size = H200.replace("test", **exposed, **slower), 3 * 4096 * 1536
   weights = experts(4096, 1536, fused=fused)
   got = cost_on(device, BF16, weights, 1000, moving=beside, multiplying=True)
   links = device if beside else device.portable

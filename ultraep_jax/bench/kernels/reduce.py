@@ -39,9 +39,9 @@ from ultraep_jax.types import Array
 
 HOME = 16  # experts of a rank, in the cases that are timed
 DTYPES = ("float32", "bfloat16")  # of homes
-SMALL = TransferTuning(
-  blocks=8, workers=3, tile_bytes=4096
-)  # many tiles a worker: it waits for its peers
+# Many tiles a worker, which waits for its peers; and the same with tiles of two halves.
+SMALL = TransferTuning(blocks=8, workers=3, tile_bytes=4 * 1024)
+FEW = TransferTuning(blocks=2, workers=3, tile_bytes=20 * 1024)
 _UNIT = 1024  # elements of which an expert of bfloat16 has a multiple
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
   mesh, tunings = open_mesh(), tunings_of(args.tunings)
   first = next(iter(tunings.values()))
   if "check" in args.what:
-    for tuning in (SMALL, first):
+    for tuning in (SMALL, FEW, first):
       check(mesh, args.plans, tuning, 50_000 // args.scale, args.dtypes)
   if "time" in args.what:
     cases = time_cases(mesh.size, planner(args))

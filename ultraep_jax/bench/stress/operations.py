@@ -63,7 +63,7 @@ def kernels(
 
 # As the layer runs them, and with few workers, which wait for their peers again and again.
 _FEW = ExchangeTuning(blocks=8, workers=3, tile_bytes=1024, steps=5)
-KERNELS = (kernels(None, None), kernels(TransferTuning(8, 3, 4096), _FEW, in_turns=True))
+KERNELS = (kernels(None, None), kernels(TransferTuning(2, 3, 20 * 1024), _FEW, in_turns=True))
 
 
 def _portable() -> Operations:

@@ -38,7 +38,7 @@ _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
   "replicate": ({"workers": 4}, {"tile_bytes": 8192}, {"tile_bytes": 32768}, {"blocks": 66}),
   "reduce": ({"workers": 4}, {"tile_bytes": 8192}, {"tile_bytes": 32768}, {"blocks": 66}),
   "copying": ({"blocks": 8}, {"blocks": 16}, {"blocks": 24}, {"tile_bytes": 32768}),
-  "reducing": ({"blocks": 16}, {"blocks": 24}, {"blocks": 48}, {"tile_bytes": 16384}),
+  "reducing": ({"blocks": 8}, {"blocks": 12}, {"blocks": 24}, {"tile_bytes": 32768}),
 }
 
 

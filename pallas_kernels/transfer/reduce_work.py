@@ -1,0 +1,82 @@
+"""What one rank adds and sends of the replicas' gradients: a vector of integers.
+
+A node is what a rank has of an expert that others have too. In ``replicate``'s example, where
+copies went from rank 0 to 1, and from there to 2 and 3::
+
+  rank 0  home             children: the slot of rank 1
+  rank 1  slot, to rank 0  children: those of ranks 2 and 3
+  rank 2  slot, to rank 1  none
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.sums import sum_lines
+from pallas_kernels.support import Array
+from pallas_kernels.transfer.trees import Trees
+
+
+class Fields:
+  """Where the parts of the work list lie: a count, columns of nodes, children.
+
+  A node is what this rank has of an expert that others have too: an own slot, or a home expert
+  with replicas. They are in the order of the work. Its children are filled slots of other ranks.
+  """
+
+  COUNT = 0
+  SOURCE, PARENT, END = range(3)  # home expert or M + slot; rank, of a slot; of its children
+
+  @classmethod
+  def node(cls, num_nodes: int, index: Array | int, column: int) -> Array | int:
+    return 1 + column * num_nodes + index
+
+  @classmethod
+  def child(cls, num_nodes: int, index: Array | int) -> Array | int:
+    return 1 + 3 * num_nodes + index
+
+
+def num_nodes_of(num_ranks: int, num_slots: int, num_home: int) -> int:
+  """The most nodes that a rank can have."""
+  return num_slots + min(num_home, (num_ranks - 1) * num_slots)
+
+
+def work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home: int) -> Array:
+  """What one rank adds and sends, a vector of int32 as ``Fields`` describes it.
+
+  Axis N is all slots of all ranks, axis Q what this rank can have of an expert: home experts
+  (below M) and own slots (M + slot).
+  """
+  num_ranks, num_slots = replica_expert_GS.shape
+  size, num_sources = num_ranks * num_slots, num_home + num_slots
+  tree = Trees.of(replica_expert_GS, parent_GS)
+  mine_N = tree.filled_N & (tree.parent_N == rank)
+  slot_N, source_Q = (jnp.arange(n, dtype=jnp.int32) for n in (size, num_sources))
+  source_N = jnp.where(mine_N, tree.source(rank, num_home, num_slots), -1)
+  children_Q = jnp.sum(source_Q[:, None] == source_N[None, :], axis=1, dtype=jnp.int32)
+  earlier_NN = (source_N[None, :] == source_N[:, None]) & (slot_N[None, :] < slot_N[:, None])
+  earlier_N = jnp.sum(earlier_NN, axis=1, dtype=jnp.int32)  # of the same source
+
+  def own(slots_N: Array, of_homes: int | bool) -> Array:
+    """Per source: a value for all homes, this rank's part of ``slots_N`` for its slots."""
+    homes_M = jnp.full(num_home, of_homes, slots_N.dtype)
+    return jnp.concatenate([homes_M, slots_N.reshape(num_ranks, num_slots)[rank]])
+
+  used_Q = own(tree.filled_N, False) | (children_Q > 0)
+  # Slots without children, then by falling depth, homes (one less than the first slots) last.
+  turn_Q = jnp.where(children_Q > 0, num_ranks - own(tree.depth_N, -1), 0)
+  key_Q = jnp.where(used_Q, turn_Q, num_ranks + 2) * num_sources + source_Q
+  before_QQ = key_Q[None, :] < key_Q[:, None]
+  fed_before_QQ = jnp.where(before_QQ, children_Q[None, :], 0)
+  place_Q, begin_Q = sum_lines(before_QQ.astype(jnp.int32), fed_before_QQ)
+
+  num_nodes = num_nodes_of(num_ranks, num_slots, num_home)
+  length = Fields.child(num_nodes, size)
+  length += -length % 32
+  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
+  field_LQ = jnp.where(field_L1 == Fields.COUNT, used_Q.astype(jnp.int32)[None, :], 0)
+  columns = source_Q, own(tree.parent_N, -1), begin_Q + children_Q  # as of ``Fields``
+  for column, value_Q in enumerate(columns):
+    here_Q = jnp.where(used_Q, Fields.node(num_nodes, place_Q, column), -1)
+    field_LQ = jnp.where(field_L1 == here_Q[None, :], value_Q[None, :], field_LQ)
+  child_N = begin_Q[jnp.maximum(source_N, 0)] + earlier_N + Fields.child(num_nodes, 0)
+  field_LN = jnp.where((field_L1 == child_N[None, :]) & mine_N[None, :], slot_N[None, :], 0)
+  return jnp.sum(jnp.concatenate([field_LQ, field_LN], axis=1), axis=1, dtype=jnp.int32)
