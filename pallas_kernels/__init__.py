@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     NEEDS,
     check_mesh,
     device,
+    why_slow,
     why_unreachable,
     why_unsupported,
   )
@@ -92,6 +93,7 @@ __all__ = [
   "sum_beside",
   "top_k",
   "wgrad_beside",
+  "why_slow",
   "why_unreachable",
   "why_unsupported",
 ]
@@ -111,7 +113,15 @@ _MODULES = {
   "routing.block": ("RoutingTuning",),
   "routing.rows": ("route_rows",),
   "routing.top_k": ("top_k",),
-  "support": ("HOPPER", "NEEDS", "check_mesh", "device", "why_unreachable", "why_unsupported"),
+  "support": (
+    "HOPPER",
+    "NEEDS",
+    "check_mesh",
+    "device",
+    "why_slow",
+    "why_unreachable",
+    "why_unsupported",
+  ),
   "transfer.combine": ("check_sizes", "combine"),
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
   "transfer.place": ("place", "place_scaled"),

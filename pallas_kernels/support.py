@@ -123,6 +123,31 @@ def nccl_version() -> tuple[int, int, int] | None:
   return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
+def why_slow(
+  operation: str, device: Any, jax_version: tuple[int, ...] = jax.__version_info__
+) -> str | None:
+  """Why the kernels of an operation run here, but not as fast as they are made for, else ``None``.
+
+  Warpgroups that multiply take registers from the one that loads. Since 0.12 JAX compiles kernels
+  by nvJitLink where that is loaded, as with its packages of CUDA. It leaves registers where they
+  are, so that sums do not fit, and no instruction multiplies while another does
+  (docs/lab/kernels.md, Registers and spills).
+  """
+  if operation != "matmul" or generation(device) != HOPPER or tuple(jax_version) < (0, 12):
+    return None
+  if not any(_is_loaded(f"libnvJitLink.so.{major}") for major in (12, 13)):
+    return None
+  return "JAX compiles it by nvJitLink, with registers that spill; jax 0.11.2 does not"
+
+
+def _is_loaded(library: str) -> bool:
+  try:
+    ctypes.CDLL(library, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+  except (OSError, AttributeError):  # not loaded; no such mode
+    return False
+  return True
+
+
 def num_sms() -> int:
   """SMs of a device of the current mesh, for which kernels are lowered, else of a default one."""
   described = jax.sharding.get_abstract_mesh().abstract_device

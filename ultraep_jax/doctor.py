@@ -82,7 +82,7 @@ def doctor() -> Report:
     devices=dict(collections.Counter(device.device_kind for device in devices)),
     processes=jax.process_count(),
     implementation=implementation.summary(reasons),
-    operations={operation: _pick(reason) for operation, reason in reasons.items()},
+    operations={operation: _pick(operation, reason) for operation, reason in reasons.items()},
     nodes=np.bincount(node_N).tolist(),
     domain_size=nodes.smallest(node_N),
     description=description_advice(),
@@ -90,11 +90,14 @@ def doctor() -> Report:
   )
 
 
-def _pick(reason: str | None) -> tuple[str, str]:
+def _pick(operation: str, reason: str | None) -> tuple[str, str]:
   if reason is not None:
     return "portable", reason
-  blackwell = str(getattr(kernels.device(), "compute_capability", "")).startswith("10.")
-  return "mosaic_gpu", _NEVER_RUN if blackwell else _KERNEL_RUNS
+  device = kernels.device()
+  blackwell = str(getattr(device, "compute_capability", "")).startswith("10.")
+  text = _NEVER_RUN if blackwell else _KERNEL_RUNS
+  slow = kernels.why_slow(operation, device)
+  return "mosaic_gpu", text if slow is None else f"{text}. Slowly: {slow}"
 
 
 def node_advice(sizes: list[int], domain_size: int) -> str:

@@ -98,3 +98,28 @@ def test_reads_the_version_of_a_loaded_nccl(monkeypatch, number, version, reason
   assert support.nccl_version() == version
   answer = support.why_unreachable([Device(), Device(process_index=1)], 2)
   assert answer is None if reason is None else re.search(reason, answer)
+
+
+@pytest.mark.parametrize(
+  ("operation", "capability", "version", "loaded", "slow"),
+  [
+    ("matmul", "9.0", (0, 12, 0, 1), True, True),
+    ("matmul", "9.0", (0, 12, 0, 1), False, False),
+    ("matmul", "9.0", (0, 11, 2), True, False),
+    ("matmul", "10.0", (0, 12, 0, 1), True, False),
+    ("plan", "9.0", (0, 12, 0, 1), True, False),
+  ],
+)
+def test_says_where_matmuls_spill(monkeypatch, operation, capability, version, loaded, slow):
+  def load(library, **_):
+    if not loaded or library != "libnvJitLink.so.13":
+      raise OSError
+    return object()
+
+  monkeypatch.setattr(support.ctypes, "CDLL", load)
+  answer = support.why_slow(operation, Device(compute_capability=capability), version)
+  assert ("nvJitLink" in answer) if slow else answer is None
+
+
+def test_a_library_that_is_not_loaded_is_not_loaded_to_find_out():
+  assert support.why_slow("matmul", Device(compute_capability="9.0"), (0, 12)) is None

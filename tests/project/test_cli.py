@@ -293,6 +293,14 @@ def test_doctor_is_json_and_explains_itself_whatever_happens(capsys, monkeypatch
   assert status == 1 and "devices: expected some that JAX can start, got: Unable" in errors
 
 
+def test_doctor_says_which_kernels_are_slow_and_why(monkeypatch):
+  module = importlib.import_module("ultraep_jax.doctor")  # the package's attribute is the function
+  slow = {"matmul": "registers spill"}
+  monkeypatch.setattr(module.kernels, "why_slow", lambda operation, _: slow.get(operation))
+  assert module._pick("matmul", None)[1].endswith("Slowly: registers spill")
+  assert "Slowly" not in module._pick("plan", None)[1]
+
+
 def test_mesh_advice():
   one = mesh_advice(1, "cpu", 1)
   assert "nothing to balance" in one and "jax_num_cpu_devices" in one
