@@ -28,7 +28,7 @@ from pallas_kernels.warp.branches import one_if, when
 _INBOX = 2  # tiles that a sender may be ahead of its parent
 _UNIT = 1024  # elements that a warpgroup adds at a time
 _AT_ONCE = 4  # units of a bfloat16 home whose loads are under way together
-_ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # by eight of a thread
+_ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # eight elements a thread
 
 
 def reduce_replicas(
