@@ -114,12 +114,10 @@ def nccl_version() -> tuple[int, int, int] | None:
   JAX's plugin loads the one of the package ``nvidia-nccl-cu13`` as it starts. One that XLA finds
   elsewhere is loaded with the first collective, and ``None`` before.
   """
-  try:
-    library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-  except (OSError, AttributeError):  # not loaded; no such mode or function
+  library, number = _loaded("libnccl.so.2"), ctypes.c_int()
+  if not hasattr(library, "ncclGetVersion"):
     return None
+  library.ncclGetVersion(ctypes.byref(number))
   return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
@@ -135,17 +133,17 @@ def why_slow(
   """
   if operation != "matmul" or generation(device) != HOPPER or tuple(jax_version) < (0, 12):
     return None
-  if not any(_is_loaded(f"libnvJitLink.so.{major}") for major in (12, 13)):
+  if not any(_loaded(f"libnvJitLink.so.{major}") for major in (12, 13)):
     return None
   return "JAX compiles it by nvJitLink, with registers that spill; jax 0.11.2 does not"
 
 
-def _is_loaded(library: str) -> bool:
+def _loaded(library: str) -> Any:
+  """A library that this process has loaded, else ``None``."""
   try:
-    ctypes.CDLL(library, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    return ctypes.CDLL(library, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
   except (OSError, AttributeError):  # not loaded; no such mode
-    return False
-  return True
+    return None
 
 
 def num_sms() -> int:

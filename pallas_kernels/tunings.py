@@ -9,10 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pallas_kernels.matmul import layout
-from pallas_kernels.transfer.tuning import SHARED_BYTES, ExchangeTuning, TransferTuning
+from pallas_kernels.transfer.tuning import (
+  GRADIENT_UNIT,
+  SHARED_BYTES,
+  ExchangeTuning,
+  TransferTuning,
+)
 
 Tuning = layout.MatmulTuning | TransferTuning
-_REDUCED = 8192  # bytes: tiles of gradients are in two halves, of whole 4 KB
+_REDUCED = 2 * 4 * GRADIENT_UNIT  # bytes, of both halves of a tile of gradients
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 

@@ -22,11 +22,11 @@ from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of, work_list
 from pallas_kernels.transfer.tiles import Tiles, Transfer
-from pallas_kernels.transfer.tuning import TransferTuning
+from pallas_kernels.transfer.tuning import GRADIENT_UNIT, TransferTuning
 from pallas_kernels.warp.branches import one_if, when
 
 _INBOX = 2  # tiles that a sender may be ahead of its parent
-_UNIT = 1024  # elements that a warpgroup adds at a time
+_UNIT = GRADIENT_UNIT  # elements that a warpgroup adds at a time
 _AT_ONCE = 4  # units of a bfloat16 home whose loads are under way together
 _ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # eight elements a thread
 
@@ -202,8 +202,8 @@ def _kernel(
   def child_at(index: Array) -> Array:
     return work_buffer[Fields.child(num_nodes, index)]
 
-  def each_child(begin: Array, end: Array, visit: Callable[[Array, Array], None]) -> None:
-    pl.loop(begin, end)(lambda index: visit(index, child_at(index)))
+  def each_child(begin: Array, end: Array, visit: Callable[[Array], None]) -> None:
+    pl.loop(begin, end)(lambda index: visit(child_at(index)))
 
   def sent(child: Array, step: Array) -> Any:
     """The tile that a child sent."""
@@ -216,15 +216,15 @@ def _kernel(
     sender = lax.div(child, num_slots)
     peers.signal(signals.at[num_others + lax.rem(child, num_slots)], sender, axis_name)
 
-  def inbox_of(parent: Array, slot: Array, step: Array) -> Any:
+  def inbox_of(parent: Array, slot: Array, there: Array, step: Array) -> Any:
     """Where the tile of an own slot is sent to, once there is room."""
     when(step >= _INBOX)(lambda: pl.semaphore_wait(signals.at[num_others + slot]))
     inbox = peers.remote_ref(inbox_ref, parent, axis_name)
-    return inbox.at[worker, lax.rem(step, _INBOX), place(rank * num_slots + slot, parent)]
+    return inbox.at[worker, lax.rem(step, _INBOX), there]
 
-  def announce(parent: Array, slot: Array) -> None:
+  def announce(parent: Array, there: Array) -> None:
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    peers.signal(signals.at[place(rank * num_slots + slot, parent)], parent, axis_name)
+    peers.signal(signals.at[there], parent, axis_name)
 
   def send(own: Any, target: Callable[[], Any], length: int) -> None:
     """Both halves of a tile at a time."""
@@ -247,10 +247,11 @@ def _kernel(
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       load(own.at[part], own_buffer.at[here], own_loaded)
       if not first:
-        each_child(begin, end, lambda _, child: arrive(child))
+        each_child(begin, end, arrive)
 
-      def add_child(index: Array, child: Array, part: Any = part, size: int = size) -> None:
-        load(sent(child, step).at[part], sent_buffer.at[pl.ds(0, size)], sent_loaded)
+      @pl.loop(begin, end)
+      def _(index: Array, part: Any = part, size: int = size) -> None:
+        load(sent(child_at(index), step).at[part], sent_buffer.at[pl.ds(0, size)], sent_loaded)
         when(index == begin)(lambda: plgpu.barrier_wait(own_loaded))
         plgpu.barrier_wait(sent_loaded)
         for start in range(0, size, _UNIT):  # what lies behind the tile is added, but not used
@@ -258,7 +259,6 @@ def _kernel(
           own_buffer[unit] = own_buffer[unit] + sent_buffer[unit]
         plgpu.commit_smem()  # before the buffers are loaded to and stored from
 
-      each_child(begin, end, add_child)
       plgpu.copy_smem_to_gmem(own_buffer.at[here], target.at[part])
 
   def add_rounded(
@@ -281,7 +281,7 @@ def _kernel(
       for i, unit in enumerate(sums):
         home[pl.ds(offset + first + i * _UNIT, _UNIT)] = unit.astype(home.dtype)
 
-    each_child(begin, end, lambda _, child: arrive(child))
+    each_child(begin, end, arrive)
     whole, rest = divmod(length // _UNIT, _AT_ONCE)
     pl.loop(0, whole)(lambda i: add_units(i * (_AT_ONCE * _UNIT), _AT_ONCE))
     if rest:
@@ -306,14 +306,13 @@ def _kernel(
 
     @when(slot >= 0)
     def _() -> None:
-      own, inbox = replica.at[slot, part], functools.partial(inbox_of, parent, slot, step)
+      own, there = replica.at[slot, part], place(rank * num_slots + slot, parent)
+      inbox = functools.partial(inbox_of, parent, slot, there, step)
       when(begin == end)(lambda: send(own, inbox, each.length))
       when(begin < end)(lambda: add(own, begin, end, step, each.length, inbox()))
-      announce(parent, slot)
+      announce(parent, there)
 
-    when(step + _INBOX < num_tiles)(
-      lambda: each_child(begin, end, lambda _, child: acknowledge(child))
-    )
+    when(step + _INBOX < num_tiles)(lambda: each_child(begin, end, acknowledge))
     return end
 
   for each in tiles:

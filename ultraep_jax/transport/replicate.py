@@ -208,11 +208,11 @@ class Replicas:
     self,
     replica_grads: Sequence[Array],
     home_grads: Sequence[Array],
-    quarters: Sequence[tuple[int, int]] | None = None,
+    quarters: Sequence[tuple[int, int]],
   ) -> "kernels.Transfer | None":
-    """Makes ``reduce`` of such arrays beside a matmul that does not need them.
+    """Makes ``reduce`` of parts of such arrays beside a matmul that does not need them.
 
-    With ``quarters``, of each array from the first of these to the one behind the last.
+    Of each array that is from its first quarter in ``quarters`` to the one behind its last.
     """
     sums = jnp.dtype(jnp.float32)
 
