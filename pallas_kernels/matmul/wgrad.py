@@ -57,7 +57,8 @@ def grouped_matmul_wgrad(
 
   Args:
     rows_CK: ``[C, K]`` bfloat16. Rows at or beyond the sum of the group sizes may hold anything,
-      NaN included, and so may those of ``grad_CN``.
+      NaN included, and so may those of ``grad_CN``. What is not finite in a slot's own rows may
+      reach the gradients of slots next to it.
     grad_CN: ``[C, N]`` bfloat16.
     group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
     num_home: M, at least 1.
@@ -159,8 +160,9 @@ def inner_steps(
   have rows of others, which the kernel clears.
 
   Returns:
-    ``[5, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
-    the group, rows up to the group's end, and in the last line the number of slots to compute.
+    ``[6, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
+    the group, rows up to the group's end, and in the last lines the number of slots to compute and
+    the rows of all groups.
   """
   slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
   some_P = jnp.ones(group_size_P.shape, bool)
@@ -179,6 +181,7 @@ def inner_steps(
   return sum_lines(
     *(jnp.where(ranked_PP, line_P[None, :], 0) for line_P in lines),
     jnp.broadcast_to(filled_P[None, :].astype(jnp.int32), ranked_PP.shape),
+    jnp.broadcast_to(group_size_P[None, :], ranked_PP.shape),
   )
 
 
@@ -200,7 +203,7 @@ def _body(
   height, width = outs[0].shape[1:]
   num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
-  strip, me = pipeline.strip_index(tile), pipeline.warpgroup()
+  strip, me, used = pipeline.strip_index(tile), pipeline.warpgroup(), table[5, 0]
   ring = Ring(full, free, tuning.stages)
 
   def describe(t: Array, rank: Array) -> Work:
@@ -232,18 +235,24 @@ def _body(
 
     lax.fori_loop(0, work.steps, step, None)
 
+  def keep(part: Any, begin: Array | int, end: Array) -> None:
+    """Makes all rows but these zero."""
+    layout = plgpu.Layout.SMEM_GMEM_COPY(part.shape, part.dtype, 128)
+    row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=layout)
+    values = plgpu.load(part, layout=layout, optimized=False)
+    part[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros((), part.dtype))
+
   def clear(stage: Array, begin: Array, end: Array) -> None:
-    """Makes rows of other groups zero: all of this warpgroup's strip, its share of the columns."""
-
-    def keep(part: Any) -> None:
-      row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
-      part[...] = jnp.where((row >= begin) & (row < end), part[...], jnp.zeros((), part.dtype))
-
+    """Makes rows of other groups zero in this warpgroup's strip, and so their products."""
     for c in range(0, tile.strip, UNIT):
-      keep(lhs.at[stage, strip, :, pl.ds(c, UNIT)])
+      keep(lhs.at[stage, strip, :, pl.ds(c, UNIT)], begin, end)
+    plgpu.commit_smem()
+
+  def clear_grad(stage: Array, end: Array) -> None:
+    """The same for rows behind all groups, which may hold NaN; the warpgroups share the columns."""
     for i, c in enumerate(range(0, tile.cols, UNIT)):
       when(lax.rem(jnp.int32(i), jnp.int32(tile.strips)) == strip)(
-        lambda c=c: keep(rhs.at[stage, :, pl.ds(c, UNIT)])
+        lambda c=c: keep(rhs.at[stage, :, pl.ds(c, UNIT)], 0, end)
       )
     plgpu.commit_smem()
     if tile.strips > 1:
@@ -251,12 +260,14 @@ def _body(
       plgpu.barrier_wait(both)
 
   def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
-    slot, _, begin, end, out_row, out_col, *overlap = work.rest
+    slot, first_row, begin, end, out_row, out_col, *overlap = work.rest
     strip_start = strip_row(out_row, strip)
 
     def prepare(k: Array | int, stage: Array) -> None:
       first, last = begin - k * DEPTH, end - k * DEPTH
       when((first > 0) | (last < DEPTH))(lambda: clear(stage, first, last))
+      behind = used - first_row - k * DEPTH
+      when(behind < DEPTH)(lambda: clear_grad(stage, behind))
 
     def multiply(acc: Any) -> Array:
       def wgmma(stage: Array) -> None:

@@ -81,8 +81,8 @@ def test_inner_steps_begin_where_tma_can_and_hold_their_group(sizes):
   end = np.cumsum(sizes)
   assert sorted(table[0]) == list(range(SLOTS))
   assert list(sizes[table[0]]) == sorted(sizes, reverse=True)
-  for slot, first, begin, end_in_steps, count in table.T:
-    assert first % 8 == 0 and begin < 8 and count == SLOTS
+  for slot, first, begin, end_in_steps, count, used in table.T:
+    assert first % 8 == 0 and begin < 8 and (count, used) == (SLOTS, sum(sizes))
     assert (first + begin, first + end_in_steps) == (end[slot] - sizes[slot], end[slot])
 
 
