@@ -91,7 +91,7 @@ def _updating(
   out_type: Sequence[Any],
   updated: Sequence[Array],
 ) -> list[Array]:
-  axes = varying.axes_of(*operands, *updated)
+  axes, operands = varying.axes_of(*operands, *updated), varying.untyped(operands)
 
   def write(refs: Any) -> None:
     out_refs, updated_refs = refs

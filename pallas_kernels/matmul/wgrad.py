@@ -41,7 +41,7 @@ IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
 _PIECES = {jnp.dtype(jnp.float32): (64, 32), jnp.dtype(jnp.bfloat16): (64, 64)}
 
 
-@functools.partial(jax.jit, static_argnames=("num_home", "home_dtype", "tuning"))
+@functools.partial(jax.jit, static_argnames=("num_home", "dtype", "tuning"))
 def grouped_matmul_wgrad(
   rows_CK: Array,
   grad_CN: Array,
@@ -50,7 +50,7 @@ def grouped_matmul_wgrad(
   *,
   filled_S: Array | None = None,
   into_MKN: Array | None = None,
-  home_dtype: DTypeLike = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
   tuning: MatmulTuning | None = None,
 ) -> tuple[Array, Array]:
   """The gradient of ``grouped_matmul`` to its weights: per slot, ``rows.T @ grad``.
@@ -66,23 +66,23 @@ def grouped_matmul_wgrad(
       no rows.
     into_MKN: ``[M, K, N]`` float32, what to add the gradients of home slots to, in its memory if
       nothing else needs it. Slots without rows are not touched. ``None``: zeros.
-    home_dtype: of the gradients of home slots, float32 or bfloat16, to which the sums are rounded.
+    dtype: of the gradients, float32 or bfloat16, to which the sums are rounded.
     tuning: how the kernel is laid out.
 
   Returns:
-    ``[M, K, N]`` of ``home_dtype`` and ``[S, K, N]`` float32. The gradient of a slot without rows
-    is zero, but that of a slot which is not filled is not written: it holds anything.
+    ``[M, K, N]`` and ``[S, K, N]`` of ``dtype``. The gradient of a slot without rows is zero, but
+    that of a slot which is not filled is not written: it holds anything.
 
   Raises:
-    NotImplementedError: rows of a dtype other than bfloat16, a ``home_dtype`` other than these two,
-      or K or N no multiple of 64.
+    NotImplementedError: rows of a dtype other than bfloat16, a ``dtype`` other than these two, or K
+      or N no multiple of 64.
     ValueError: shapes that do not fit together.
   """
   return wgrad_beside(
     *(None, rows_CK, grad_CN, group_size_P, num_home),
     filled_S=filled_S,
     into_MKN=into_MKN,
-    home_dtype=home_dtype,
+    dtype=dtype,
     tuning=tuning,
   )[0]
 
@@ -96,7 +96,7 @@ def wgrad_beside(
   *,
   filled_S: Array | None = None,
   into_MKN: Array | None = None,
-  home_dtype: DTypeLike = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
   tuning: MatmulTuning | None = None,
 ) -> tuple[tuple[Array, Array], Any]:
   """``grouped_matmul_wgrad`` and the result of a transfer that runs beside it."""
@@ -120,25 +120,23 @@ def wgrad_beside(
   if filled_S is not None:
     layout.expect_shape("filled_S", filled_S, (num_replica,))
   adds = into_MKN is not None
-  if (home_dtype := jnp.dtype(home_dtype)) not in _PIECES:
-    raise NotImplementedError(f"home_dtype: expected float32 or bfloat16, got {home_dtype}")
+  if (dtype := jnp.dtype(dtype)) not in _PIECES:
+    raise NotImplementedError(f"dtype: expected float32 or bfloat16, got {dtype}")
   if adds:
     layout.expect_shape("into_MKN", into_MKN, (num_home, depth, cols))
-    if {into_MKN.dtype, home_dtype} != {jnp.dtype(jnp.float32)}:
-      raise ValueError(f"into_MKN: expected float32, got {into_MKN.dtype} and {home_dtype}")
-  slots = [(n, dtype) for n, dtype in ((num_home, home_dtype), (num_replica, jnp.float32)) if n]
-  dtypes = dict.fromkeys(jnp.dtype(dtype) for _, dtype in slots)  # home slots' first
+    if {into_MKN.dtype, dtype} != {jnp.dtype(jnp.float32)}:
+      raise ValueError(f"into_MKN: expected float32, got {into_MKN.dtype} and {dtype}")
+  slots = [n for n in (num_home, num_replica) if n]
   grads, transferred = pipeline.launch(
     functools.partial(_body, num_home=num_home, adds=adds, tile=tile, tuning=tuning),
     *(inner_steps(group_size_P, num_home, filled_S, adds), rows_CK, grad_CN),
-    out_type=[jax.typeof(rows_CK).update(shape=(n, depth, cols), dtype=d) for n, d in slots],
+    out_type=[jax.typeof(rows_CK).update(shape=(n, depth, cols), dtype=dtype) for n in slots],
     shared=[
       [
         pipeline.smem(tuning.stages, tile.strips, DEPTH, tile.strip),
         pipeline.smem(tuning.stages, DEPTH, tile.cols),
         pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECES[dtype], dtype=dtype),
       ]
-      for dtype in dtypes
     ],
     loads=tile.strips + 1,
     tile=tile,
@@ -147,7 +145,7 @@ def wgrad_beside(
     into=(into_MKN,) if adds else (),
     beside=transfer,
   )
-  replica = grads[1] if num_replica else jnp.zeros((0, depth, cols), jnp.float32)
+  replica = grads[1] if num_replica else jnp.zeros((0, depth, cols), dtype)
   return (grads[0], replica), transferred
 
 
@@ -199,7 +197,7 @@ def _body(
   tile: Tile,
   tuning: MatmulTuning,
 ) -> None:
-  (table, rows, grad), (lhs, rhs, *_) = inputs, views[0]
+  (table, rows, grad), (lhs, rhs, staged) = inputs, views[0]
   height, width = outs[0].shape[1:]
   num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
@@ -278,7 +276,7 @@ def _body(
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
 
-    def store(out: Any, slot: Array, staged: Any, adds: bool = False) -> None:
+    def store(out: Any, slot: Array, adds: bool = False) -> None:
       """A piece at a time in each buffer, which is free once TMA has read what was in it."""
       piece_rows, piece_cols = _PIECES[out.dtype]
       pieces = itertools.product(range(0, tile.strip, piece_rows), range(0, tile.cols, piece_cols))
@@ -295,9 +293,9 @@ def _body(
         target = out.at[slot, *at]
         plgpu.copy_smem_to_gmem(piece, target, reduction_op="add" if adds else None)
 
-    when(slot < num_home)(lambda: store(outs[0], slot, views[0][-1], adds))
+    when(slot < num_home)(lambda: store(outs[0], slot, adds))
     if len(outs) > 1:
-      when(slot >= num_home)(lambda: store(outs[1], slot - num_home, views[-1][-1]))
+      when(slot >= num_home)(lambda: store(outs[1], slot - num_home))
 
   num_tiles = table[4, 0] * slot_tiles
   pipeline.persist(num_tiles, describe, load, compute, dealt, ring, tile)

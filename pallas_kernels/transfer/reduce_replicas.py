@@ -26,9 +26,9 @@ from pallas_kernels.transfer.tuning import GRADIENT_UNIT, TransferTuning
 from pallas_kernels.warp.branches import one_if, when
 
 _INBOX = 2  # tiles that a sender may be ahead of its parent
-_UNIT = GRADIENT_UNIT  # elements that a warpgroup adds at a time
-_AT_ONCE = 4  # units of a bfloat16 home whose loads are under way together
-_ROUNDED = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)  # eight elements a thread
+_UNIT = GRADIENT_UNIT  # elements that a warpgroup adds at a time, eight a thread
+_LAYOUT = plgpu.Layout.WG_STRIDED((_UNIT,), vec_size=8)
+_AT_ONCE = 4  # units whose loads are under way together
 
 
 def reduce_replicas(
@@ -55,10 +55,10 @@ def reduce_replicas(
   when the kernel returns on a rank, its gradients are complete, its inbox is not written to any
   more, and nobody signals to it.
 
-  The homes are updated in place, and only experts with replicas are touched. All sums are of
-  float32; those of bfloat16 homes are rounded at the end. XLA copies the
-  operand first where it cannot give it up: an argument of the outermost ``jit`` that is not
-  donated, or a value that is used again.
+  The homes are updated in place, and only experts with replicas are touched. A rank adds in
+  float32, and rounds its sum once to the dtype of the gradients. XLA copies the operand first where
+  it cannot give it up: an argument of the outermost ``jit`` that is not donated, or a value that is
+  used again. It also copies bfloat16 gradients of an expert that are no multiple of 1024 elements.
 
   No legal plan can deadlock. All workers go through the tiles in the same order, and in each tile
   through their slots without children, their other slots from the deepest in its tree up, and
@@ -69,10 +69,10 @@ def reduce_replicas(
   of all waiting workers the one that is first in the order waits for one that does not wait.
 
   Args:
-    replicas: ``[S, ...]`` float32 each, gradients of this rank's replica slots. Those of empty
-      slots are not read. Rows must be multiples of 16 bytes.
-    homes: ``[M, ...]`` float32 or bfloat16, gradients of this rank's home experts, for each of
-      ``replicas``. An expert of bfloat16 has a multiple of 1024 elements.
+    replicas: ``[S, ...]`` each, all of float32 or all of bfloat16, gradients of this rank's replica
+      slots. Those of empty slots are not read. Rows of float32 must be multiples of 16 bytes.
+    homes: ``[M, ...]`` of the same dtype, gradients of this rank's home experts, for each of
+      ``replicas``.
     replica_expert_GS: as for ``replicate``.
     parent_GS: as for ``replicate``: the rank that a slot's sum is sent to.
     axis_name: the expert mesh axis, of size G.
@@ -82,7 +82,7 @@ def reduce_replicas(
     The homes with the gradients of all replicas added.
 
   Raises:
-    NotImplementedError: a dtype or a mesh that the kernel does not handle, rows that are no
+    NotImplementedError: dtypes or a mesh that the kernel does not handle, rows that are no
       multiple of 16 bytes, or too little shared memory.
     ValueError: shapes that do not fit, or a tuning that does not fit them or the device.
   """
@@ -118,25 +118,31 @@ def reduction(
   num_others = (num_ranks - 1) * num_slots
   if not homes or not num_others:
     return None
-  tuning, tiles = tuning.placed(), tiling.cut("replicas", replicas, tuning)
-  _check_units(homes, tiles)
+  (dtype,) = {home.dtype for home in homes}
+  rows, sums = ([_rows(array) for array in arrays] for arrays in (replicas, homes))
+  tuning, tiles = tuning.placed(), tiling.cut("replicas", rows, tuning)
+  if dtype == jnp.bfloat16 and (wrong := [x.length for x in tiles if x.length % _UNIT]):
+    raise ValueError(
+      f"tile_bytes: expected tiles of a multiple of {_UNIT} elements of {dtype}, got {wrong[0]}"
+    )
   tiles = tiles if quarters is None else tiling.quarters(tiles, quarters)
   if not tiles:
     return None
   length = max(each.length for each in tiles)
   half = -(-length // (2 * _UNIT)) * _UNIT
-  buffer = plgpu.SMEM((tuning.workers, half), jnp.float32)
+  buffer = plgpu.SMEM((tuning.workers, half), dtype)
   work = work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
-  rows = [replica.reshape(num_slots, -1) for replica in replicas]
 
   def finish(results: Sequence[Array]) -> list[Array]:
     _, *sums = results
-    return [each.reshape(home.shape) for each, home in zip(sums, homes, strict=True)]
+    sizes = (math.prod(home.shape[1:]) for home in homes)
+    wanted = (each[:, :size] for each, size in zip(sums, sizes, strict=True))
+    return [each.reshape(home.shape) for each, home in zip(wanted, homes, strict=True)]
 
   return Transfer(
     operands=[work, *rows],
-    updated=[home.reshape(home.shape[0], -1) for home in homes],
-    out_type=[jax.ShapeDtypeStruct((tuning.num_workers, _INBOX, num_others, length), jnp.float32)],
+    updated=sums,
+    out_type=[jax.ShapeDtypeStruct((tuning.num_workers, _INBOX, num_others, length), dtype)],
     scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)] * 2,
     buffers=[plgpu.SMEM((tuning.workers, work.size), jnp.int32), buffer, buffer],
     body=functools.partial(
@@ -194,10 +200,15 @@ def _kernel(
     """Where a slot's tiles lie in the inbox of its parent, which has none for its own slots."""
     return child - num_slots * one_if(child >= parent * num_slots)
 
-  def halves(length: int) -> list[tuple[int, int]]:
-    """Where those of a tile begin, and how long they are."""
-    half = own_buffer.shape[0]
-    return [(first, min(length - first, half)) for first in range(0, length, half)]
+  def halves(length: int) -> list[tuple[Any, Any, Any]]:
+    """Which elements of a tile they are, and the buffer of each with its barrier."""
+    buffers, size = ((own_buffer, own_loaded), (sent_buffer, sent_loaded)), own_buffer.shape[0]
+    starts = range(0, length, size)
+    parts = [pl.ds(first, min(length - first, size)) for first in starts]
+    return [
+      (part, buffer.at[pl.ds(0, part.size)], loaded)
+      for part, (buffer, loaded) in zip(parts, buffers, strict=False)
+    ]
 
   def child_at(index: Array) -> Array:
     return work_buffer[Fields.child(num_nodes, index)]
@@ -228,11 +239,7 @@ def _kernel(
 
   def send(own: Any, target: Callable[[], Any], length: int) -> None:
     """Both halves of a tile at a time."""
-    buffers = (own_buffer, own_loaded), (sent_buffer, sent_loaded)
-    parts = [
-      (pl.ds(first, size), buffer.at[pl.ds(0, size)], loaded)
-      for (first, size), (buffer, loaded) in zip(halves(length), buffers, strict=False)
-    ]
+    parts = halves(length)
     for part, buffer, loaded in parts:
       load(own.at[part], buffer, loaded)
     inbox = target()
@@ -241,13 +248,13 @@ def _kernel(
       plgpu.copy_smem_to_gmem(buffer, inbox.at[part])
 
   def add(own: Any, begin: Array, end: Array, step: Array, length: int, target: Any) -> None:
-    """Adds the tiles of children to the own one, half by half."""
-    for first, size in halves(length):
+    """Adds the tiles of children to the own one, half by half, in shared memory."""
+    buffer_size = own_buffer.shape[0]
+    for first in range(0, length, buffer_size):
+      size = min(length - first, buffer_size)
       part, here = pl.ds(first, size), pl.ds(0, size)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       load(own.at[part], own_buffer.at[here], own_loaded)
-      if not first:
-        each_child(begin, end, arrive)
 
       @pl.loop(begin, end)
       def _(index: Array, part: Any = part, size: int = size) -> None:
@@ -261,55 +268,69 @@ def _kernel(
 
       plgpu.copy_smem_to_gmem(own_buffer.at[here], target.at[part])
 
-  def add_rounded(
-    home: Any, offset: Array, begin: Array, end: Array, step: Array, length: int
-  ) -> None:
-    """The same for a tile of a bfloat16 home. TMA converts nothing, so registers do."""
+  def units(ref: Any, start: Array | int, count: int) -> list[Array]:
+    """So many that follow each other, in registers."""
+    parts = [ref.at[pl.ds(start + i * _UNIT, _UNIT)] for i in range(count)]
+    return [plgpu.load(part, layout=_LAYOUT, optimized=False) for part in parts]
+
+  def add_rounded(own: Any, begin: Array, end: Array, step: Array, part: Any, target: Any) -> None:
+    """The same in registers, where sums are of float32, for a part of a tile."""
 
     def add_units(first: Array | int, count: int) -> None:
-      def units(ref: Any, offset: Array | int) -> list[Array]:
-        starts = (offset + first + i * _UNIT for i in range(count))
-        parts = [ref.at[pl.ds(start, _UNIT)] for start in starts]
-        loaded = [plgpu.load(part, layout=_ROUNDED, optimized=False) for part in parts]
-        return [unit.astype(jnp.float32) for unit in loaded]
+      def of_child(index: Array) -> list[Array]:
+        return units(sent(child_at(index), step), part.start + first, count)
 
-      def add_child(index: Array, sums: list[Array]) -> list[Array]:
-        more = units(sent(child_at(index), step), 0)
-        return [a + b for a, b in zip(sums, more, strict=True)]
+      def plus(sums: list[Array], more: list[Array]) -> list[Array]:
+        both = zip(sums, more, strict=True)
+        return [a.astype(jnp.float32) + b.astype(jnp.float32) for a, b in both]
 
-      sums = lax.fori_loop(begin, end, add_child, units(home, offset))
+      # The loads of the own units and of the first child's are under way together.
+      sums = plus(units(own, part.start + first, count), of_child(begin))
+      sums = lax.fori_loop(begin + 1, end, lambda i, sums: plus(sums, of_child(i)), sums)
       for i, unit in enumerate(sums):
-        home[pl.ds(offset + first + i * _UNIT, _UNIT)] = unit.astype(home.dtype)
+        target[pl.ds(first + i * _UNIT, _UNIT)] = unit.astype(target.dtype)
 
-    each_child(begin, end, arrive)
-    whole, rest = divmod(length // _UNIT, _AT_ONCE)
+    whole, rest = divmod(part.size // _UNIT, _AT_ONCE)
     pl.loop(0, whole)(lambda i: add_units(i * (_AT_ONCE * _UNIT), _AT_ONCE))
     if rest:
       add_units(whole * _AT_ONCE * _UNIT, rest)
-    plgpu.commit_smem()  # all threads are done
 
   def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""
     source, parent, end = (node(index, f) for f in (Fields.SOURCE, Fields.PARENT, Fields.END))
     slot, step = source - num_home, each.step(offset, num_workers)
-    part, home = pl.ds(offset, each.length), sum_refs[each.array]
-    replica = replica_refs[each.array]
+    tile, rounds = pl.ds(offset, each.length), each.dtype != jnp.float32
+    of_children = begin, end, step
+    each_child(begin, end, arrive)
 
     @when(slot < 0)
     def _() -> None:
-      if home.dtype != jnp.float32:
-        add_rounded(home.at[source], offset, begin, end, step, each.length)
+      own = sum_refs[each.array].at[source, tile]
+      if rounds:
+        add_rounded(own, *of_children, pl.ds(0, each.length), own)
+        plgpu.commit_smem()  # all threads are done
       else:
-        own = home.at[source, part]
-        add(own, begin, end, step, each.length, own)
+        add(own, *of_children, each.length, own)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @when(slot >= 0)
     def _() -> None:
-      own, there = replica.at[slot, part], place(rank * num_slots + slot, parent)
+      own, there = replica_refs[each.array].at[slot, tile], place(rank * num_slots + slot, parent)
       inbox = functools.partial(inbox_of, parent, slot, there, step)
+
+      def add_and_send() -> None:
+        if not rounds:
+          add(own, *of_children, each.length, inbox())
+          return
+        for part, buffer, _ in halves(each.length):
+          add_rounded(own, *of_children, part, buffer)
+        plgpu.commit_smem()
+        target = inbox()
+        for part, buffer, _ in halves(each.length):
+          plgpu.copy_smem_to_gmem(buffer, target.at[part])
+
+      when(begin < end)(add_and_send)
       when(begin == end)(lambda: send(own, inbox, each.length))
-      when(begin < end)(lambda: add(own, begin, end, step, each.length, inbox()))
       announce(parent, there)
 
     when(step + _INBOX < num_tiles)(lambda: each_child(begin, end, acknowledge))
@@ -338,29 +359,18 @@ def _check(
   axis_name: AxisName,
 ) -> None:
   trees.check("homes", homes, replica_expert_GS, parent_GS, axis_name)
-  for name, arrays, known in (
-    ("replicas", replicas, ["float32"]),
-    ("homes", homes, ["bfloat16", "float32"]),
-  ):
-    if wrong := {str(array.dtype) for array in arrays} - {*known}:
-      raise NotImplementedError(f"{name}: expected {' or '.join(known)}, got {sorted(wrong)}")
+  found = sorted({str(array.dtype) for array in (*replicas, *homes)})
+  if found not in ([], ["bfloat16"], ["float32"]):
+    raise NotImplementedError(
+      f"replicas and homes: expected all of float32 or all of bfloat16, got {found}"
+    )
   expected = [(replica_expert_GS.shape[1], *home.shape[1:]) for home in homes]
   if (shapes := [replica.shape for replica in replicas]) != expected:
     raise ValueError(f"replicas: expected shapes {expected}, got {shapes}")
 
 
-def _check_units(homes: Sequence[Array], tiles: Sequence[Tiles]) -> None:
-  """Registers move bfloat16 in whole units, TMA float32 in any."""
-  for each in tiles:
-    home = homes[each.array]
-    if home.dtype == jnp.float32:
-      continue
-    if (elements := math.prod(home.shape[1:])) % _UNIT:
-      raise NotImplementedError(
-        f"homes: expected a multiple of {_UNIT} elements of {home.dtype}, got {elements}"
-      )
-    if each.length % _UNIT:
-      raise ValueError(
-        f"tile_bytes: expected tiles of a multiple of {_UNIT} elements for homes of {home.dtype}, "
-        f"got {each.length}"
-      )
+def _rows(array: Array) -> Array:
+  """Its rows as vectors: of bfloat16, whole units, as registers move them; TMA moves float32."""
+  rows = array.reshape(array.shape[0], -1)
+  more = -rows.shape[1] % _UNIT if array.dtype == jnp.bfloat16 else 0
+  return jnp.pad(rows, ((0, 0), (0, more))) if more else rows

@@ -51,14 +51,14 @@ def test_wgrad_lowers(number, next_tuning):
   """Each shape and each tuning, twice: for float32 and for rounded gradients."""
   c, k, n, m, s = SHAPES[number]
   tuning = [*TUNINGS.values()][(number + next_tuning) % len(TUNINGS)]
-  home_dtype = (jnp.float32, jnp.bfloat16)[next_tuning]
-  f = functools.partial(grouped_matmul_wgrad, num_home=m, home_dtype=home_dtype, tuning=tuning)
+  dtype = (jnp.float32, jnp.bfloat16)[next_tuning]
+  f = functools.partial(grouped_matmul_wgrad, num_home=m, dtype=dtype, tuning=tuning)
   text = lower(f, shape(c, k), shape(c, n), shape(m + s, dtype=jnp.int32))
   assert text.count("custom_call @mosaic_gpu") == 1
   home, replica = jax.eval_shape(f, shape(c, k), shape(c, n), shape(m + s, dtype=jnp.int32))
   assert home.shape == (m, k, n)
   assert replica.shape == (s, k, n)
-  assert (home.dtype, replica.dtype) == (home_dtype, jnp.float32)
+  assert home.dtype == replica.dtype == dtype
 
 
 inner_steps = jax.jit(module.inner_steps, static_argnums=1)
@@ -92,13 +92,11 @@ def test_slots_that_are_not_filled_come_last():
   assert table[0].tolist() == [3, 1, 0, 2, 5, 4] and set(table[4]) == {5}
 
 
-def check(
-  sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None, home_dtype=jnp.float32
-):
+def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None, dtype=jnp.float32):
   """``filled`` of the replica slots; the others are as the interpreter leaves memory, NaN."""
   rng = np.random.default_rng(0)
   rows, grad = (used_rows(rng, sizes, width, capacity) for width in (depth, cols))
-  options = {"num_home": num_home, "home_dtype": home_dtype, "tuning": tuning}
+  options = {"num_home": num_home, "dtype": dtype, "tuning": tuning}
   run = compiled(grouped_matmul_wgrad, **options)
   filled = None if filled is None else jnp.array(filled)
   home, replica = run(rows, grad, jnp.array(sizes), filled_S=filled)
@@ -108,29 +106,29 @@ def check(
   expected = np.stack([rows[span].T @ grad[span] for span in spans(sizes)])
   if filled is not None:
     expected[num_home:][~np.asarray(filled)] = np.nan
-  assert (home.dtype, replica.dtype) == (home_dtype, jnp.float32)
-  rounded = jnp.asarray(expected[:num_home]).astype(home_dtype)
-  np.testing.assert_array_equal(np.asarray(home, np.float32), np.asarray(rounded, np.float32))
-  np.testing.assert_array_equal(replica, expected[num_home:])
+  assert home.dtype == replica.dtype == dtype
+  expected = np.asarray(jnp.asarray(expected, dtype), np.float32)
+  np.testing.assert_array_equal(np.asarray(home, np.float32), expected[:num_home])
+  np.testing.assert_array_equal(np.asarray(replica, np.float32), expected[num_home:])
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-  ("tuning", "num_home", "depth", "cols", "home_dtype"),
+  ("tuning", "num_home", "depth", "cols", "dtype"),
   [
     (TOGETHER, 2, 128, 256, jnp.bfloat16),
     (IN_TURNS, 4, 256, 128, jnp.bfloat16),
     (IN_PAIRS, 3, 128, 512, jnp.float32),
   ],
 )
-def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, home_dtype):
+def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, dtype):
   with interpreted():
-    check(sizes, tuning, num_home, depth, cols, home_dtype=home_dtype)
+    check(sizes, tuning, num_home, depth, cols, dtype=dtype)
 
 
 # Tiles that neither rows nor columns divide into, or that are larger than the result.
 @pytest.mark.parametrize(
-  ("capacity", "tuning", "depth", "cols", "home_dtype"),
+  ("capacity", "tuning", "depth", "cols", "dtype"),
   [
     (1, TOGETHER, 64, 64, jnp.float32),
     (7, TOGETHER, 64, 320, jnp.float32),
@@ -138,9 +136,9 @@ def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, home_dtype):
     (255, TOGETHER, 192, 448, jnp.float32),
   ],
 )
-def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols, home_dtype):
+def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols, dtype):
   with interpreted():
-    check(FEW[capacity], tuning, 2, depth, cols, capacity, home_dtype=home_dtype)
+    check(FEW[capacity], tuning, 2, depth, cols, capacity, dtype=dtype)
 
 
 def test_slots_that_are_not_filled_are_not_written():
@@ -203,8 +201,8 @@ def test_wgrad_refuses_what_it_does_not_do():
   with pytest.raises(ValueError, match=r"filled_S: expected shape \(1,\), got \(3,\)"):
     filled = zeros(3, dtype=bool)
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, filled_S=filled)
-  with pytest.raises(NotImplementedError, match="home_dtype: expected float32 or bfloat16, got"):
-    grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, home_dtype=jnp.float16)
+  with pytest.raises(NotImplementedError, match="dtype: expected float32 or bfloat16, got"):
+    grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, dtype=jnp.float16)
   with pytest.raises(ValueError, match=r"into_MKN: expected shape \(2, 128, 128\), got \(3,"):
     into = zeros(3, 128, 128, dtype=jnp.float32)
     grouped_matmul_wgrad(zeros(256, 128), zeros(256, 128), sizes, 2, into_MKN=into)

@@ -194,8 +194,8 @@ def test_committed_tunings_lower_for_gpus(each):
 
 # Each operation has a number of blocks of its own, which is its grid, or a part of it.
 BLOCKS = {operation: 3 + 7 * i for i, operation in enumerate(OPERATIONS)}
-# What goes home is known by its bytes: an expert's gradients, in float32, and parts of these.
-EXPERT_BYTES = 3 * 256 * 128 * 4
+# What goes home is known by its bytes: an expert's gradients, in bfloat16, and parts of these.
+EXPERT_BYTES = 3 * 256 * 128 * 2
 BLOCKS_OF_PARTS = {2: 9, 3: 13}
 
 
@@ -269,8 +269,7 @@ def test_kernels_are_laid_out_as_the_config_says(backward_grids):
 
 
 def test_gradients_of_bfloat16_weights_are_known_by_the_bytes_that_travel(backward_grids):
-  """Copies' gradients are float32, whatever the homes' are; tables are measured with float32."""
-  # Of the whole expert, whose parts go home one after the other.
+  """Those of the whole expert, whose parts go home one after the other."""
   for beside in ("sum beside", "wgrad beside"):
     assert BLOCKS[beside] + BLOCKS["reducing"] in backward_grids
     for count in BLOCKS_OF_PARTS.values():

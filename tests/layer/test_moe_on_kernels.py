@@ -196,7 +196,7 @@ def remade():
 
   def recorded(arrays, replica_expert_GS, *args, **kwargs):
     if replica_expert_GS.shape[1]:
-      seen.append(kwargs["home_rows_G"])
+      seen.append((kwargs["home_rows_G"], kwargs["flat"]))
     return replication(arrays, replica_expert_GS, *args, **kwargs)
 
   mesh = make_mesh(4)
@@ -210,10 +210,12 @@ def remade():
 
 
 def test_copies_are_sent_by_the_rows_of_their_ranks(remade):
-  """What order they go in shows in no result."""
+  """Where a matmul waits for them; what order they go in shows in no result."""
   _, seen = remade
-  assert len(seen) >= 2  # also backward
-  assert {(rows.shape, rows.dtype) for rows in seen} == {((4,), jnp.dtype(jnp.int32))}
+  rows = [rows for rows, flat in seen if not flat]
+  assert len(rows) >= 3  # also backward
+  assert {(each.shape, each.dtype) for each in rows} == {((4,), jnp.dtype(jnp.int32))}
+  assert [rows for rows, flat in seen if flat] == [None]  # beside the gradient of wo
 
 
 def test_copies_have_no_kernel_of_their_own(remade):

@@ -201,8 +201,8 @@ def expert_backward(
     activation: of the forward pass.
     into: gradients of the home weights, to which these are added, in place where XLA can. The
       copies must be known.
-    weight_grad_dtype: of the gradients of the home weights' matrices. Those of copies are float32,
-      and each sum is rounded once before they are added and once after.
+    weight_grad_dtype: of the gradients of weights, those of copies on their way home too. Each is
+      rounded to it once before a rank adds them in float32, and once after.
     implementations: of the matmuls, to try in order.
     tunings: how kernels are laid out.
   """
@@ -211,8 +211,9 @@ def expert_backward(
     "group_size_P": group_size_P,
     "num_home": home.wo.shape[0],
     "filled_S": replicas.filled_S(),
+    "dtype": weight_grad_dtype,
   }
-  wgrad = functools.partial(wgrad_beside, **groups, **options, home_dtype=weight_grad_dtype)
+  wgrad = functools.partial(wgrad_beside, **groups, **options)
   sums = functools.partial(slot_sums, **groups, **options)
   copying_wo = replicas.copying([home.wo], flat=False)
   copying = replicas.copying([*home.projections, *_biases(home)])

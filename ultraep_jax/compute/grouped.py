@@ -103,12 +103,12 @@ def wgrad_beside(
   implementations: Implementations,
   tunings: Tunings,
   into_MKN: Array | None = None,
-  home_dtype: DTypeLike = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
 ) -> tuple[tuple[Array, Array], Any]:
   """Gradients to weights, anything for slots that are not filled, and the result of a transfer.
 
-  Those of home slots are rounded to ``home_dtype``, or added to ``into_MKN``, float32; not with a
-  transfer.
+  They are rounded to ``dtype``; or float32, and those of home slots added to ``into_MKN``, not with
+  a transfer.
   """
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
@@ -116,17 +116,15 @@ def wgrad_beside(
 
   def by_kernel() -> tuple[tuple[Array, Array], Any]:
     options: Any = {"filled_S": filled_S, "into_MKN": into_MKN, "tuning": tuning}
-    options["home_dtype"] = home_dtype
+    options["dtype"] = dtype
     if transfer is None:
       return kernels.grouped_matmul_wgrad(*arguments, **options), None
     return kernels.wgrad_beside(transfer, *arguments, **options)
 
   def portable() -> tuple[tuple[Array, Array], Any]:
     home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN)
-    if home_dtype != jnp.float32:  # XLA leaves a cast there and back out, as of what copies add to
-      kept = jnp.finfo(home_dtype)
-      home_MKN = lax.reduce_precision(home_MKN, kept.nexp, kept.nmant)
-    return (home_MKN.astype(home_dtype), replica_SKN), transfer and transfer.launch()
+    grads = _rounded(home_MKN, dtype), _rounded(replica_SKN, dtype)
+    return grads, transfer and transfer.launch()
 
   candidates = {"mosaic_gpu": by_kernel, "portable": portable}
   return first_that_can(implementations, candidates)
@@ -205,6 +203,7 @@ def slot_sums(
   *,
   filled_S: Array | None = None,
   into_MN: Array | None = None,
+  dtype: DTypeLike = jnp.float32,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
 ) -> tuple[Array, Array]:
@@ -217,16 +216,25 @@ def slot_sums(
     num_home: M.
     filled_S: as in ``wgrad_beside``.
     into_MN: ``[M, N]`` float32, what to add the sums of home slots to; ``None``: zeros.
+    dtype: of the gradients, to which the sums are rounded; float32 with ``into_MN``.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
 
   Returns:
-    ``[M, N]`` and ``[S, N]``, float32.
+    ``[M, N]`` and ``[S, N]`` of ``dtype``.
   """
   # A matmul of one column; the kernel's columns come by 64.
   columns = kernels.UNIT if "mosaic_gpu" in implementations else 1
   scale_CK = jnp.broadcast_to(scale_C[:, None], (scale_C.shape[0], columns)).astype(rows_CN.dtype)
-  arguments = scale_CK, rows_CN, group_size_P, num_home, filled_S
-  home_MKN, replica_SKN = wgrad_beside(None, *arguments, implementations, tunings)[0]
+  arguments = scale_CK, rows_CN, group_size_P, num_home, filled_S, implementations, tunings
+  home_MKN, replica_SKN = wgrad_beside(None, *arguments, dtype=dtype)[0]
   home_MN = home_MKN[:, 0] if into_MN is None else into_MN + home_MKN[:, 0]
   return home_MN, replica_SKN[:, 0]
+
+
+def _rounded(array: Array, dtype: DTypeLike) -> Array:
+  """In a dtype. XLA leaves out a cast there and back, as of what copies add to."""
+  if dtype != jnp.float32:
+    kept = jnp.finfo(dtype)
+    array = lax.reduce_precision(array, kept.nexp, kept.nmant)
+  return array.astype(dtype)

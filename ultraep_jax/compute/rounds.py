@@ -247,12 +247,13 @@ def _replicas(
 
 
 def _weight_grad_dtype(weights: ExpertWeights, routing: Routing) -> DTypeLike:
-  """What the matmuls write: rounded gradients where no later round adds to them.
+  """What the matmuls write and copies send home: rounded where no later round adds to it.
 
-  So they need a fifth of the memory traffic that float32 and a pass to round it need.
+  So gradients need a fifth of the memory traffic that float32 and a pass to round it need, and half
+  of the links'.
   """
-  matrices = (weights.wo, *weights.projections)
-  rounded = routing.rounds is None and all(leaf.dtype == jnp.bfloat16 for leaf in matrices)
+  leaves = jax.tree.leaves(weights)
+  rounded = routing.rounds is None and all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
   return jnp.bfloat16 if rounded else jnp.float32
 
 

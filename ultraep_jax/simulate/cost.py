@@ -25,7 +25,7 @@ from ultraep_jax.types import PlanCost
 
 # Bytes of a weight that moves with an expert: bf16 alone, or with a float32 copy and two moments.
 _SERVED_BYTES, _TRAINED_BYTES = 2, 14
-WEIGHT_BYTES, GRAD_BYTES = 2, planning.GRAD_BYTES
+WEIGHT_BYTES, GRAD_BYTES = 2, 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,8 @@ def reduce_replicas[T](
 ) -> T:
   """Adds every replica slot's gradient to its expert's home gradient, in a fixed order.
 
-  Sums are of float32. Those of bfloat16 homes are rounded when they are complete.
+  A rank adds in float32, and rounds to the dtype of the gradients: kernels what it passes on, the
+  portable form a sum that is complete.
 
   Args:
     replica: a pytree of ``[S, ...]`` gradients of this rank's replica slots.
@@ -173,7 +174,7 @@ class Replicas:
     )
 
   def copying(self, home: Sequence[Array], *, flat: bool = True) -> "kernels.Transfer | None":
-    """Brings the copies of such arrays beside a matmul; not ``flat``, of one that reads them."""
+    """Brings the copies of such arrays beside a matmul; not ``flat``, one that waits for them."""
     if self.known is not None:
       return None
 
@@ -184,7 +185,7 @@ class Replicas:
         self.parent_GS,
         axis_name=self.axis_name,
         tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home)) or COPYING,
-        home_rows_G=self.home_rows_G,
+        home_rows_G=None if flat else self.home_rows_G,  # what none waits for has one turn
         flat=flat,
       )
 
@@ -214,16 +215,16 @@ class Replicas:
 
     Of each array that is from its first quarter in ``quarters`` to the one behind its last.
     """
-    sums = jnp.dtype(jnp.float32)
 
     def transfer() -> "kernels.Transfer | None":
+      leaves, dtype = jax.tree.leaves(self.home), home_grads[0].dtype
       return kernels.reduction(
         replica_grads,
         home_grads,
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "reducing", jax.tree.leaves(self.home), sums)
+        tuning=_tuning(self.tunings, "reducing", leaves, dtype)
         or reducing_tuning(*self.replica_expert_GS.shape),
         quarters=quarters,
       )

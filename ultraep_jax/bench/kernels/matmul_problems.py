@@ -260,18 +260,19 @@ def _wgrad(problem: Problem) -> Parts:
   numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
   # As in a layer with bfloat16 parameters.
-  kernel = functools.partial(grouped_matmul_wgrad, num_home=problem.home, home_dtype=jnp.bfloat16)
+  kernel = functools.partial(grouped_matmul_wgrad, num_home=problem.home, dtype=jnp.bfloat16)
 
   def dense(rows: Array, grad: Array) -> Array:
     return jnp.einsum("ck,cn->kn", rows, grad, preferred_element_type=jnp.float32)
 
   def ragged(rows: Array, grad: Array, sizes: Array) -> tuple[Array, Array]:
     grads = lax.ragged_dot_general(rows, grad, sizes, numbers, preferred_element_type=jnp.float32)
-    return grads[: problem.home].astype(jnp.bfloat16), grads[problem.home :]
+    grads = grads.astype(jnp.bfloat16)
+    return grads[: problem.home], grads[problem.home :]
 
   def portable(rows: Array, grad: Array, sizes: Array) -> tuple[Array, Array]:
     home, replica = grouped.grouped_matmul_wgrad(rows, grad, sizes, problem.home)
-    return home.astype(jnp.bfloat16), replica
+    return home.astype(jnp.bfloat16), replica.astype(jnp.bfloat16)
 
   return Parts(
     shapes=tuple((problem.rows, width) for width in problem.widths),

@@ -29,8 +29,12 @@ _HOME, _SLOTS, _TOKENS, _TOP_K = 4, 3, 509, 4
 
 # Values of an expert: no multiples of a tile, many tiles for each worker of a few.
 _COPIED = ((51_216, "bfloat16"), (25_008, "float32"), (70_032, "int8"))
-_SUMMED = ((60_016, "float32"), (5_008, "float32"), (16, "float32"), (63_488, "bfloat16"))  # homes
-_ROUNDED_UNIT = 1024  # values of which an expert of bfloat16 has a multiple
+# Values of an expert, and how many integers those of copies and of homes are drawn from: sums are
+# exact in float32; in bfloat16 those of up to 16 copies are, and the home's is rounded.
+_SUMMED = {
+  "float32": ((60_016, 5_008), (2**21 - 1, 2**21 - 1)),
+  "bfloat16": ((63_488, 16), (31, 2**12 - 1)),
+}
 _CARRIED = ((1_032, "bfloat16"), (24, "float32"))  # of a token
 # Values of a row, of both signs, and how many of them there are; sums by gates are exact.
 _COMBINED = ((1_152, "bfloat16", 9, True), (640, "float32", 2**17 + 1, False))
@@ -79,33 +83,34 @@ def _check_replicate(ops: Operations, salt: Array, plan: Any, scale: int) -> Arr
 
 
 def _check_reduce(ops: Operations, salt: Array, plan: Any, scale: int) -> Array:
-  """Integers, whose sums are exact, and rounded once for bfloat16 homes; NaN in empty slots."""
-  replica_GS, parent_GS = plan
+  """Integers, with NaN in empty slots."""
+  replica_GS, _ = plan
   rank, expert_N = lax.axis_index(AXIS), replica_GS.reshape(-1)
   target_N = jnp.where(expert_N // _HOME == rank, expert_N % _HOME, _HOME)
   target_N = jnp.where(expert_N >= 0, target_N, _HOME)
-  units = {"float32": 16, "bfloat16": _ROUNDED_UNIT}
-  sizes = [_cut(n, scale, units[dtype]) for n, dtype in _SUMMED]
-  integers = [
-    [_integers(salt + 2 * i + j, (count, n), 2**21 - 1) for i, n in enumerate(sizes)]
-    for j, count in enumerate((replica_GS.shape[1], _HOME))
-  ]
-  for i, (_, dtype) in enumerate(_SUMMED):
-    if dtype == "bfloat16":  # what it holds: a cast there and back could be left out
-      held = lax.reduce_precision(integers[1][i].astype(jnp.float32), 8, 7)
-      integers[1][i] = held.astype(jnp.int32)
   empty_S1 = (replica_GS[rank] < 0)[:, None]
-  replicas = [jnp.where(empty_S1, jnp.nan, x.astype(jnp.float32)) for x in integers[0]]
-  homes = [x.astype(dtype) for x, (_, dtype) in zip(integers[1], _SUMMED, strict=True)]
   wrong = jnp.int32(0)
-  sums = ops.reduce_replicas(replicas, homes, replica_GS, parent_GS)
-  for got, replica, home, (_, dtype) in zip(sums, *integers, _SUMMED, strict=True):
-    replica = after(replica, replica_GS[rank, 0] + 1, *sums)
-    replica_NX = lax.all_gather(replica, AXIS, tiled=True)
-    total_MX = home.at[target_N].add(replica_NX, mode="drop").astype(jnp.float32)
-    want_MX = total_MX.astype(dtype)
-    wrong += _count(_one_zero(got) != _one_zero(want_MX))
+  for dtype, (sizes, counts) in _SUMMED.items():
+    salt, sizes = _once_counted(salt, wrong) + 5, [_cut(n, scale, 16) for n in sizes]
+    replicas, homes = (
+      [_held(_integers(salt + 2 * i + j, (rows, n), count), dtype) for i, n in enumerate(sizes)]
+      for j, (rows, count) in enumerate(zip((replica_GS.shape[1], _HOME), counts, strict=True))
+    )
+    given = [jnp.where(empty_S1, jnp.nan, x.astype(dtype)) for x in replicas]
+    sums = ops.reduce_replicas(given, [x.astype(dtype) for x in homes], *plan)
+    for got, replica, home in zip(sums, replicas, homes, strict=True):
+      replica = after(replica, replica_GS[rank, 0] + 1, *sums)
+      replica_NX = lax.all_gather(replica, AXIS, tiled=True)
+      total_MX = home.at[target_N].add(replica_NX, mode="drop")
+      want_MX = total_MX.astype(jnp.float32).astype(dtype)
+      wrong += _count(_one_zero(got) != _one_zero(want_MX))
   return wrong
+
+
+def _held(integers: Array, dtype: str) -> Array:
+  """The integers that a dtype has in place of these; a cast there and back could be left out."""
+  kept = jnp.finfo(dtype)
+  return lax.reduce_precision(integers.astype(jnp.float32), kept.nexp, kept.nmant).astype(jnp.int32)
 
 
 def _crossing(routes: Any, capacity: int) -> Crossing:

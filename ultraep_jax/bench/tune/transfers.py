@@ -57,8 +57,7 @@ def widths(operation: str, problem: Problem) -> tuple[int]:
   """By which tables know a layer's transfer: bytes of a token, or of an expert."""
   if operation in ("dispatch", "combine"):
     return (2 * problem.wide,)
-  itemsize = 2 if operation in ("replicate", "copying") else 4
-  return (3 * problem.wide * problem.inner * itemsize,)
+  return (3 * 2 * problem.wide * problem.inner,)
 
 
 def contest(
@@ -172,9 +171,8 @@ def _weights(
   shapes = matmul.parts().shapes if rides else ()
 
   def make() -> Any:
-    dtype = jnp.float32 if adds else jnp.bfloat16
-    home = _pattern(ranks * HOME, size, dtype)
-    replica = (_pattern(ranks * REPLICA, size, dtype),) if adds else ()
+    home = _pattern(ranks * HOME, size, jnp.bfloat16)
+    replica = (_pattern(ranks * REPLICA, size, jnp.bfloat16),) if adds else ()
     operands = [
       _pattern(ranks * shape[0], int(np.prod(shape[1:])), jnp.bfloat16).reshape(-1, *shape[1:])
       for shape in shapes
