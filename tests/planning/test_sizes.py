@@ -14,34 +14,33 @@ from ultraep_jax.planning.sizes import settle
 from ultraep_jax.types import ExpertWeights
 
 H200 = Device.load("h200")
-BF16 = jnp.dtype(jnp.bfloat16)
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 WIDTH, INNER = 64, 32
 
 
-def experts(num):
+def experts(num, dtype):
   def shape(*sizes):
-    return jax.ShapeDtypeStruct((num, *sizes), jnp.float32)  # parameters, cast in the layer
+    return jax.ShapeDtypeStruct((num, *sizes), dtype)  # parameters, cast in the layer
 
   return ExpertWeights(shape(WIDTH, INNER), shape(WIDTH, INNER), shape(INNER, WIDTH))
 
 
-def settled(config, *, tokens=16, top_k=2, ranks=4, home=8, dtype=BF16):
-  return settle(
-    config, tokens=tokens, top_k=top_k, num_ranks=ranks, dtype=dtype, weights=experts(home)
-  )
+def settled(config, *, tokens=16, top_k=2, ranks=4, home=8, dtype=BF16, weights=F32):
+  sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks}
+  return settle(config, **sizes, dtype=dtype, weights=experts(home, weights))
 
 
 # --- slots -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype, weights", [(BF16, BF16), (BF16, F32), (F32, F32)])
 @pytest.mark.parametrize("fit", [0, 1, 3, 5, 6, 40])
-def test_copies_and_their_gradients_take_an_eighth_of_the_memory(fit, dtype):
+def test_copies_and_their_gradients_take_an_eighth_of_the_memory(fit, dtype, weights):
   """One byte less than for the next slot; one slot there always is, and no more than suffice."""
-  dtype = jnp.dtype(dtype)
-  slot = 3 * WIDTH * INNER * (dtype.itemsize + 4)  # the copy, and a float32 gradient
+  slot = 3 * WIDTH * INNER * (dtype.itemsize + weights.itemsize)  # the copy, and its gradient
   device = H200.replace("test", memory_bytes=8 * (slot * (fit + 1) - 1))
-  found = settled(BalanceConfig(device=device), dtype=dtype).config.replica_slots
+  config = BalanceConfig(device=device)
+  found = settled(config, dtype=dtype, weights=weights).config.replica_slots
   assert found == min(max(fit, 1), 6)  # of 8 experts the others can have to take 6
 
 

@@ -17,12 +17,11 @@ from ultraep_jax.devices.device import Device
 from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
-GRAD_BYTES = 4  # of a weight's gradient from a copy
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
-# Fits of when more copies than backward hides delay three models (docs/lab/layer.md, What backward
-# hides): how much longer a matmul takes beside a transfer, and a matrix of a copy or its gradient.
-_LONGER, _MATRIX_SECONDS = 1.15, 5e-6
+# Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
+# hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
+_COPIES, _GRADIENTS = (1.73, 10.6e-6), (1.15, 5e-6)
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -166,7 +165,7 @@ def cost_on(
     return PlanCost(round(copy / row), capacity, round(hidden_by) if beside else 0)
 
   plan = rounded(travelling / row)
-  shape, home = (width, inner, "backward", weights.num_matrices), weights.expert_size * GRAD_BYTES
+  shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward
   copy += slot_seconds(matmuls, *shape)
@@ -175,11 +174,12 @@ def cost_on(
   travelling += size / links["copy_rate"] + gradients
   # What has which of backward's matmuls beside it: copies of projections the gradient of wo;
   # gradients those after it, of which one projection's have a third (compute/homeward.py).
-  matrices, beside_it = weights.num_matrices, _LONGER * backward
-  projections = (matrices - 1) * (size / matrices / links["copy_rate"] + _MATRIX_SECONDS)
-  all_gradients = gradients + matrices * _MATRIX_SECONDS
-  hiding = beside_it * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
-  limits = travelling / row, projections / (beside_it / (2 * matrices)), all_gradients / hiding
+  matrices, (more, seconds) = weights.num_matrices, _COPIES
+  projections = (matrices - 1) * (size / matrices / links["copy_rate"] + seconds)
+  projections /= more * backward / (2 * matrices)
+  more, seconds = _GRADIENTS
+  hiding = more * backward * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
+  limits = travelling / row, projections, (gradients + matrices * seconds) / hiding
   training = rounded(max(limits))
   return LayerCost(plan, fixed_rows, training)
 
@@ -241,3 +241,8 @@ def copy_seconds(
 def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:
   """Of one expert's weights, in the dtype that they travel in."""
   return weights.expert_size * dtype.itemsize
+
+
+def grad_bytes(weights: ExpertWeights) -> int:
+  """Of one expert's gradient on its way home: bfloat16 where weights are, else float32."""
+  return weights.expert_size * (2 if weights.wo.dtype == jnp.bfloat16 else 4)

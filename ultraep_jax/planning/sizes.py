@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
 from ultraep_jax.planning.capacity import row_capacity
-from ultraep_jax.planning.cost import GRAD_BYTES, LayerCost, copy_bytes, layer_cost
+from ultraep_jax.planning.cost import LayerCost, copy_bytes, grad_bytes, layer_cost
 from ultraep_jax.planning.fit import always_fits, num_slots
 from ultraep_jax.types import ExpertWeights
 
@@ -93,5 +93,5 @@ def _slots(
   device = known.resolve(config.device)
   if config.replica_slots != "auto" or config.strategy != "quota" or device is None:
     return slots
-  bytes_of_slot = copy_bytes(dtype, weights) + GRAD_BYTES * weights.expert_size
+  bytes_of_slot = copy_bytes(dtype, weights) + grad_bytes(weights)
   return min(slots, max(int(_MEMORY_SHARE * device["memory_bytes"]) // bytes_of_slot, 1))
