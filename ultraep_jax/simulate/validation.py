@@ -104,11 +104,11 @@ def _portable_layer() -> list[Point]:
 def _two_nodes() -> list[Point]:
   """A layer on 2 GPUs as one node and as two, whose links are as fast."""
   h200 = Device.load("h200")
-  loads = zipf_loads(0, 32, 2, 8192, 8, 1.4)[None, None]
+  loads = zipf_loads(0, 32, 2, 8192, 8, 1.42)[None, None]
   cases = (
-    ("kernels", h200, 4.42, 13.4),
-    ("as two nodes", h200.on_nodes(), 5.33, 15.5),
-    ("plain JAX", h200.running(kernels=False), 20.7, 62.1),
+    ("kernels", h200, 4.42, 13.6),
+    ("as two nodes", h200.on_nodes(), 5.26, 15.7),
+    ("plain JAX", h200.running(kernels=False), 20.4, 61.3),
   )
   result = []
   for what, device, *measured in cases:
@@ -123,7 +123,10 @@ def _two_nodes() -> list[Point]:
     seconds = outcome.forward.total, outcome.seconds
     for direction, value, predicted in zip(("forward", "both"), measured, seconds, strict=True):
       if value is not None:
-        title, source = f"H200 layer, {what}, {direction}", "docs/lab/processes.md, Two nodes"
+        title, source = (
+          f"H200 layer, {what}, {direction}",
+          "docs/lab/processes.md, Two nodes",
+        )
         result.append(Point(title, value * 1e-3, float(predicted.mean()), source))
   return result
 
