@@ -24,7 +24,7 @@ class BalanceConfig:
   Attributes:
     replica_slots: S, copies of other ranks' experts that a rank can hold; 0 balances nothing.
       ``"auto"``: ``M (G - 1) / G``, rounded up, which reach exact balance of every load, so that
-      no load needs a second round. A layer takes fewer if these and their float32 gradients, which
+      no load needs a second round. A layer takes fewer if these and their gradients, which
       live while the layer runs, would take more than an eighth of the device's memory.
     strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"exact"`` (no rank above the
       mean; needs slots that suffice for every load), ``"eplb+"`` (replicas by load, equal

@@ -40,8 +40,22 @@ def test_copies_and_their_gradients_take_an_eighth_of_the_memory(fit, dtype, wei
   slot = 3 * WIDTH * INNER * (dtype.itemsize + weights.itemsize)  # the copy, and its gradient
   device = H200.replace("test", memory_bytes=8 * (slot * (fit + 1) - 1))
   config = BalanceConfig(device=device)
-  found = settled(config, dtype=dtype, weights=weights).config.replica_slots
-  assert found == min(max(fit, 1), 6)  # of 8 experts the others can have to take 6
+  sizes = settled(config, dtype=dtype, weights=weights)
+  assert sizes.one_round  # so few rows fit anyway
+  assert sizes.config.replica_slots == min(max(fit, 1), 6)  # the others have to take up to 6
+
+
+@pytest.mark.parametrize("fit", [1, 2, 3])
+def test_gradients_of_several_rounds_are_float32(fit):
+  """Though weights are bfloat16. What would just do if they were not takes fewer slots."""
+  large = {"tokens": 1 << 20, "weights": BF16}
+  slot = 3 * WIDTH * INNER * (2 + 4)
+  device = H200.replace("test", memory_bytes=8 * (slot * (fit + 1) - 1))
+  sizes = settled(BalanceConfig(device=device), **large)
+  assert not sizes.one_round and sizes.config.replica_slots == fit
+  enough = H200.replace("test", memory_bytes=8 * 3 * WIDTH * INNER * (2 + 2) * 6)
+  sizes = settled(BalanceConfig(device=enough), **large)
+  assert sizes.one_round and sizes.config.replica_slots == 6
 
 
 def test_slots_that_are_asked_for_are_there():

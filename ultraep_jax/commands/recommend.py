@@ -26,7 +26,7 @@ from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
 
-_COPY_BYTES, _GRADIENT_BYTES = 2, 4  # of a weight: bfloat16 copies, float32 gradients
+_COPY_BYTES = 2  # of a weight
 _NEAR = 0.01  # of the best time: fewer slots are taken then
 
 
@@ -62,12 +62,9 @@ def run(args: argparse.Namespace) -> int:
   share = len(np.unique(trace.step_N)) / max(len(trace), 1)
   for row in rows:
     row["saved_ms_a_step"] = row.pop("saved_ms_a_layer") / share
-    row["memory_mb"] = (
-      row["slots"]
-      * shape.expert_params
-      * 1e-6
-      * (_COPY_BYTES + _GRADIENT_BYTES * (not args.prefill))
-    )
+    # With slots for every load one round is sure, and gradients are bfloat16; else float32.
+    gradient_bytes = 0 if args.prefill else 2 if row is rows[-1] else 4
+    row["memory_mb"] = row["slots"] * shape.expert_params * 1e-6 * (_COPY_BYTES + gradient_bytes)
   advice = _advice(rows, device.name)
   if args.json:
     print(json.dumps({"device": device.name, "slots": rows, "advice": advice}, indent=2))

@@ -1,7 +1,7 @@
 """What a layer settles while it is traced, when its loads are not known: slots, buffers, rounds."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -53,18 +53,37 @@ def settle(
     top_k: K.
     num_ranks: G.
     dtype: that the layer computes in.
-    weights: of a rank's home experts; their shapes count.
+    weights: of a rank's home experts; their shapes and dtype count.
   """
+  options: Any = {"tokens": tokens, "top_k": top_k, "num_ranks": num_ranks}
+  options |= {"dtype": dtype, "weights": weights}
+  sizes = _settle(config, **options, one_round=True)
+  # Of several rounds gradients are float32, for which there may be fewer slots.
+  return sizes if sizes.one_round else _settle(config, **options, one_round=False)
+
+
+def _settle(
+  config: BalanceConfig,
+  *,
+  tokens: int,
+  top_k: int,
+  num_ranks: int,
+  dtype: jnp.dtype,
+  weights: ExpertWeights,
+  one_round: bool,
+) -> Sizes:
+  """The same, if every load fits one round, or not."""
   num_experts = weights.wo.shape[0] * num_ranks
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
   capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
-  cost = layer_cost(dtype, weights, capacity, config, config.domain_of(num_ranks))
-  plans = config.domain_of(num_ranks) > 1
+  domain = config.domain_of(num_ranks)
+  cost = layer_cost(dtype, weights, capacity, config, domain, one_round)
+  plans = domain > 1
   if config.strategy == "quota":
     plans &= cost.can_gain(
       config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
     )
-  slots = _slots(config, num_experts, num_ranks, dtype, weights)
+  slots = _slots(config, num_experts, num_ranks, dtype, weights, one_round)
   config = dataclasses.replace(config, replica_slots=slots)
   one_round = always_fits(
     config if plans else dataclasses.replace(config, strategy="none"),
@@ -87,11 +106,12 @@ def _slots(
   num_ranks: int,
   dtype: jnp.dtype,
   weights: ExpertWeights,
+  one_round: bool,
 ) -> int:
   """S. Other strategies than ``"quota"`` need what they ask for, as their states may have it."""
   slots = num_slots(config, num_experts, num_ranks)
   device = known.resolve(config.device)
   if config.replica_slots != "auto" or config.strategy != "quota" or device is None:
     return slots
-  bytes_of_slot = copy_bytes(dtype, weights) + grad_bytes(weights)
+  bytes_of_slot = copy_bytes(dtype, weights) + grad_bytes(weights, one_round)
   return min(slots, max(int(_MEMORY_SHARE * device["memory_bytes"]) // bytes_of_slot, 1))
