@@ -211,7 +211,7 @@ class TestCost:
     assert times[0] < times[1]
 
   def test_bytes_of_everything_that_moves(self):
-    """In bf16, but dispatch as it is told, gradients in float32, and all that trains an expert."""
+    """In bf16, but dispatch as it is told, and all that trains an expert."""
     fast = dict.fromkeys(("dispatch_rate", "combine_rate", "network_rate"), 1e29)
     rates = RATES.replace("test", **fast, copy_rate=1.0, reduce_rate=1.0, exchange_seconds=0.0)
     exposed = {"copy_seconds": 0.0, "copy_hop_seconds": 0.0, "reduce_exposed": 1.0}
@@ -224,7 +224,7 @@ class TestCost:
     busiest = np.maximum(placed.egress.max(axis=-1), placed.ingress.max(axis=-1))
     assert busiest.min() > 0 and moves.placed.moved.max() > 0
     np.testing.assert_allclose(quota.forward.copy, 2 * params * busiest)
-    np.testing.assert_allclose(quota.backward.reduce, 4 * params * placed.direct)
+    np.testing.assert_allclose(quota.backward.reduce, 2 * params * placed.direct)
     trained = 2 + 4 + 4 + 4  # the weight, its float32 copy, two moments
     moved = params * moves.placed.moved.max(axis=-1)
     np.testing.assert_allclose(moves.forward.move, trained * moved)
@@ -283,7 +283,7 @@ class TestCost:
     for direction in ("forward", "both"):  # as above, beside matmuls alone
       one, two = (times[f"H200 layer, {what}, {direction}"] for what in ("kernels", "as two nodes"))
       measured = two.measured / one.measured
-      assert two.predicted / one.predicted == pytest.approx(measured, rel=0.11)
+      assert two.predicted / one.predicted == pytest.approx(measured, rel=0.1)
 
 
 SIZES = {"num_experts": 32, "num_ranks": 8, "top_k": 4, "steps": 24, "layers": 2}

@@ -25,7 +25,7 @@ from ultraep_jax.types import PlanCost
 
 # Bytes of a weight that moves with an expert: bf16 alone, or with a float32 copy and two moments.
 _SERVED_BYTES, _TRAINED_BYTES = 2, 14
-WEIGHT_BYTES, GRAD_BYTES = 2, 4
+WEIGHT_BYTES, GRAD_BYTES = 2, 4  # gradients are float32 where nodes sum them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def _pass(setting: Setting, balancer: Balancer, placed: Placed, *, backward: boo
   if balancer.plans and not backward:
     plan = zero + sum(rates[name] for name in ("load_seconds", "plan_seconds", "route_seconds"))
     plan = plan + rates["plan_seconds_per_rank"] * setting.domain_size
-  gathered = placed.direct * float(shape.expert_params * GRAD_BYTES) / rates["reduce_rate"]
+  gathered = placed.direct * float(shape.expert_params * WEIGHT_BYTES) / rates["reduce_rate"]
   gathered = gathered * _steps(setting)
   moved_bytes = _TRAINED_BYTES if setting.training else _SERVED_BYTES
   moved = placed.moved.max(axis=-1) * float(shape.expert_params * moved_bytes) / rates["copy_rate"]
