@@ -17,7 +17,7 @@ from pallas_kernels.transfer.tuning import (
 )
 
 Tuning = layout.MatmulTuning | TransferTuning
-_REDUCED = 2 * 4 * GRADIENT_UNIT  # bytes, of both halves of a tile of gradients
+_REDUCED = 2 * 4 * GRADIENT_UNIT  # bytes, of both halves of a tile of float32 gradients
 _FARTHEST = 2.0  # a width may be so many times that of a neighbour which it is laid out like
 
 
@@ -214,6 +214,10 @@ def _check_tuning(operation: str, tuning: Tuning) -> None:
       f"workers: expected {layout.WARPGROUPS} for {operation!r}, got {tuning.workers}"
     )
   if operation in ("reduce", "reducing"):
+    if tuning.tile_bytes % (unit := 2 * GRADIENT_UNIT):
+      raise ValueError(
+        f"tile_bytes: expected a multiple of {unit} for {operation!r}, got {tuning.tile_bytes}"
+      )
     shared = tuning.workers * -(-tuning.tile_bytes // _REDUCED) * _REDUCED
     if shared > SHARED_BYTES:
       raise ValueError(

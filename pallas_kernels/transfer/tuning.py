@@ -10,7 +10,7 @@ from pallas_kernels import support
 
 SHARED_BYTES = 224 * 1024  # what a block may use of the 227 KB of Hopper and Blackwell
 SHARED_ALIGNMENT = 128  # bytes between the buffers of two workers
-GRADIENT_UNIT = 1024  # float32 elements: half a tile of gradients has buffers of a multiple
+GRADIENT_UNIT = 1024  # elements: half a tile of gradients has buffers of a multiple
 _MOST_WORKERS = 8  # a warpgroup of 128 threads each, of the 1024 that a block may have
 
 

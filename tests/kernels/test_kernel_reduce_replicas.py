@@ -101,7 +101,7 @@ def test_one_transfer_does_what_another_has_left():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["opposite", "chain"])
+@pytest.mark.parametrize("name", ["opposite", "chain", "star", "crossed"])
 def test_ranks_sum_in_order_and_round_once(name, dtype):
   """Own value, then children by rank, in float32: sums that depend on the order."""
   rng = np.random.default_rng(0)

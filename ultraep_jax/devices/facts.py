@@ -35,7 +35,7 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "copy_hop_seconds": ("s", "each further hop of a relay"),
   "copy_exposed_forward": ("", "share of the replication that nothing hides, forward"),
   "copy_exposed_backward": ("", "the same, backward, where replicas are made again"),
-  "reduce_rate": ("B/s", "gradients of replicas that a rank gathers"),
+  "reduce_rate": ("B/s", "gradients of replicas that a rank gathers, measured with float32"),
   "reduce_exposed": ("", "share of the reduction that nothing hides"),
   "outside": ("", "share of an ideal training step that is in no MoE layer"),
   "bubble": ("", "of what is outside, the share that grows with the layers' time"),

@@ -41,8 +41,9 @@ DTYPES = ("float32", "bfloat16")
 # Many tiles a worker, which waits for its peers; and the same with tiles of two halves.
 SMALL = TransferTuning(blocks=8, workers=3, tile_bytes=4 * 1024)
 FEW = TransferTuning(blocks=2, workers=3, tile_bytes=20 * 1024)
-# Integers below which those of copies and of homes are. Sums of 16 copies are exact.
+# Integers below which those of copies and of homes are. Sums of so many copies are exact.
 _BELOW = {"float32": (2**20, 2**20), "bfloat16": (2**4, 2**11)}
+_MOST_RANKS = 17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +97,8 @@ def check(
   most_units: int,
   dtypes: Sequence[str] = DTYPES,
 ) -> None:
-  """Raises AssertionError if a sum is wrong."""
+  """Raises AssertionError if a sum is wrong; of up to ``_MOST_RANKS`` ranks."""
+  assert mesh.size <= _MOST_RANKS, f"expected at most {_MOST_RANKS} ranks, got {mesh.size}"
   rng = np.random.default_rng(0)
   run = sharded(kernel(tuning), mesh)
   cases = ((2, 2, (1,)), (4, 3, (1, 2, 5)), (1, 1, (1, 1)))
