@@ -14,7 +14,7 @@ def test_rows_that_are_kept_have_the_smaller_buffer(monkeypatch):
   for name, limit in {"_ALL_BYTES": 0, "_KEPT_BYTES": 0, "_TRANSIENT_BYTES": 1 << 30}.items():
     monkeypatch.setattr(capacity, name, limit)
 
-  def dear(dtype, weights, rows, config, domain):
+  def dear(dtype, weights, rows, *_):
     return LayerCost(uep.PlanCost(10**6, rows), 0)
 
   monkeypatch.setattr(sizes, "layer_cost", dear)
