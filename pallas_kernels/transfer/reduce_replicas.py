@@ -249,19 +249,17 @@ def _kernel(
 
   def add(own: Any, begin: Array, end: Array, step: Array, length: int, target: Any) -> None:
     """Adds the tiles of children to the own one, half by half, in shared memory."""
-    buffer_size = own_buffer.shape[0]
-    for first in range(0, length, buffer_size):
-      size = min(length - first, buffer_size)
-      part, here = pl.ds(first, size), pl.ds(0, size)
+    for part, _, _ in halves(length):
+      here = pl.ds(0, part.size)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       load(own.at[part], own_buffer.at[here], own_loaded)
 
       @pl.loop(begin, end)
-      def _(index: Array, part: Any = part, size: int = size) -> None:
-        load(sent(child_at(index), step).at[part], sent_buffer.at[pl.ds(0, size)], sent_loaded)
+      def _(index: Array, part: Any = part, here: Any = here) -> None:
+        load(sent(child_at(index), step).at[part], sent_buffer.at[here], sent_loaded)
         when(index == begin)(lambda: plgpu.barrier_wait(own_loaded))
         plgpu.barrier_wait(sent_loaded)
-        for start in range(0, size, _UNIT):  # what lies behind the tile is added, but not used
+        for start in range(0, part.size, _UNIT):  # what lies behind the tile is added, but not used
           unit = pl.ds(start, _UNIT)
           own_buffer[unit] = own_buffer[unit] + sent_buffer[unit]
         plgpu.commit_smem()  # before the buffers are loaded to and stored from

@@ -1,7 +1,7 @@
 """What a layer settles while it is traced, when its loads are not known: slots, buffers, rounds."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -55,49 +55,39 @@ def settle(
     dtype: that the layer computes in.
     weights: of a rank's home experts; their shapes and dtype count.
   """
-  options: Any = {"tokens": tokens, "top_k": top_k, "num_ranks": num_ranks}
-  options |= {"dtype": dtype, "weights": weights}
-  sizes = _settle(config, **options, one_round=True)
-  # Of several rounds gradients are float32, for which there may be fewer slots.
-  return sizes if sizes.one_round else _settle(config, **options, one_round=False)
-
-
-def _settle(
-  config: BalanceConfig,
-  *,
-  tokens: int,
-  top_k: int,
-  num_ranks: int,
-  dtype: jnp.dtype,
-  weights: ExpertWeights,
-  one_round: bool,
-) -> Sizes:
-  """The same, if every load fits one round, or not."""
   num_experts = weights.wo.shape[0] * num_ranks
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
   capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
   domain = config.domain_of(num_ranks)
-  cost = layer_cost(dtype, weights, capacity, config, domain, one_round)
-  plans = domain > 1
-  if config.strategy == "quota":
-    plans &= cost.can_gain(
-      config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
+  weighs = config.strategy == "quota" and config.objective == "time"
+
+  def settled(one_round: bool) -> Sizes:
+    """With gradients as they are if every load fits one round, or not."""
+    cost = layer_cost(dtype, weights, capacity, config, domain, one_round)
+    plans = domain > 1
+    if config.strategy == "quota":
+      plans &= cost.can_gain(
+        config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
+      )
+    slots = _slots(config, num_experts, num_ranks, dtype, weights, one_round)
+    used = dataclasses.replace(config, replica_slots=slots)
+    fits = always_fits(
+      used if plans else dataclasses.replace(used, strategy="none"),
+      num_experts=num_experts,
+      num_ranks=num_ranks,
+      assignments=tokens * top_k,
+      capacity=capacity,
     )
-  slots = _slots(config, num_experts, num_ranks, dtype, weights, one_round)
-  config = dataclasses.replace(config, replica_slots=slots)
-  one_round = always_fits(
-    config if plans else dataclasses.replace(config, strategy="none"),
-    num_experts=num_experts,
-    num_ranks=num_ranks,
-    assignments=tokens * top_k,
-    capacity=capacity,
-  )
-  transient = capacity
-  weighs = config.strategy == "quota" and config.objective == "time" and bool(cost.plan.copy_rows)
-  if one_round and plans and weighs:  # more room spares copies that only make a plan fit
-    transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
-    cost = cost.with_transient_capacity(transient)
-  return Sizes(config, capacity, transient, cost, plans, one_round)
+    transient = capacity
+    # More room spares copies that only make a plan fit.
+    if fits and plans and weighs and cost.plan.copy_rows:
+      transient = row_capacity(tokens, top_k, num_ranks, used, token_bytes, kept=False)
+      cost = cost.with_transient_capacity(transient)
+    return Sizes(used, capacity, transient, cost, plans, fits)
+
+  sizes = settled(one_round=True)
+  # Of several rounds gradients are float32, for which there may be fewer slots.
+  return sizes if sizes.one_round else settled(one_round=False)
 
 
 def _slots(
