@@ -64,8 +64,8 @@ def grouped_matmul_wgrad(
     num_home: M, at least 1.
     filled_S: ``[S]`` bool, the replica slots that hold an expert; ``None``: all. The others have
       no rows.
-    into_MKN: ``[M, K, N]`` float32, what to add the gradients of home slots to, in its memory if
-      nothing else needs it. Slots without rows are not touched. ``None``: zeros.
+    into_MKN: ``[M, K, N]`` of ``dtype``, what to add the rounded gradients of home slots to, in
+      its memory if nothing else needs it. Slots without rows are not touched. ``None``: zeros.
     dtype: of the gradients, float32 or bfloat16, to which the sums are rounded.
     tuning: how the kernel is laid out.
 
@@ -124,8 +124,8 @@ def wgrad_beside(
     raise NotImplementedError(f"dtype: expected float32 or bfloat16, got {dtype}")
   if adds:
     layout.expect_shape("into_MKN", into_MKN, (num_home, depth, cols))
-    if {into_MKN.dtype, dtype} != {jnp.dtype(jnp.float32)}:
-      raise ValueError(f"into_MKN: expected float32, got {into_MKN.dtype} and {dtype}")
+    if into_MKN.dtype != dtype:
+      raise ValueError(f"into_MKN: expected {dtype}, got {into_MKN.dtype}")
   slots = [n for n in (num_home, num_replica) if n]
   grads, transferred = pipeline.launch(
     functools.partial(_body, num_home=num_home, adds=adds, tile=tile, tuning=tuning),

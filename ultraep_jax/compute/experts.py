@@ -199,8 +199,8 @@ def expert_backward(
     replicas: weights of the replica slots, and where their gradients go.
     group_size_P: rows per slot.
     activation: of the forward pass.
-    into: gradients of the home weights, to which these are added, in place where XLA can. The
-      copies must be known.
+    into: gradients of the home weights, of ``weight_grad_dtype``, to which these are added, in
+      place where XLA can. The copies must be known.
     weight_grad_dtype: of the gradients of weights, those of copies on their way home too. Each is
       rounded to it once before a rank adds them in float32, and once after.
     implementations: of the matmuls, to try in order.

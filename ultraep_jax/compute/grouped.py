@@ -107,8 +107,8 @@ def wgrad_beside(
 ) -> tuple[tuple[Array, Array], Any]:
   """Gradients to weights, anything for slots that are not filled, and the result of a transfer.
 
-  They are rounded to ``dtype``; or float32, and those of home slots added to ``into_MKN``, not with
-  a transfer.
+  They are rounded to ``dtype``. Those of home slots are added to ``into_MKN``, if there is one, which
+  is of that dtype; no transfer is beside that.
   """
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
@@ -122,7 +122,8 @@ def wgrad_beside(
     return kernels.wgrad_beside(transfer, *arguments, **options)
 
   def portable() -> tuple[tuple[Array, Array], Any]:
-    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN)
+    sums_MKN = None if into_MKN is None else into_MKN.astype(jnp.float32)
+    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, sums_MKN)
     grads = _rounded(home_MKN, dtype), _rounded(replica_SKN, dtype)
     return grads, transfer and transfer.launch()
 
@@ -215,8 +216,8 @@ def slot_sums(
     group_size_P: ``[M + S]`` int32.
     num_home: M.
     filled_S: as in ``wgrad_beside``.
-    into_MN: ``[M, N]`` float32, what to add the sums of home slots to; ``None``: zeros.
-    dtype: of the gradients, to which the sums are rounded; float32 with ``into_MN``.
+    into_MN: ``[M, N]`` of ``dtype``, what to add the sums of home slots to; ``None``: zeros.
+    dtype: of the gradients, to which the sums are rounded.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
 

@@ -137,7 +137,7 @@ def _backward(
       _round_sizes(static, routing, index),
       static.activation,
       into=into,
-      weight_grad_dtype=_weight_grad_dtype(weights, routing),
+      weight_grad_dtype=_weight_grad_dtype(weights),
       implementations=static.multiplying,
       tunings=static.tunings,
     )
@@ -246,14 +246,14 @@ def _replicas(
   )
 
 
-def _weight_grad_dtype(weights: ExpertWeights, routing: Routing) -> DTypeLike:
-  """What the matmuls write and copies send home: rounded where no later round adds to it.
+def _weight_grad_dtype(weights: ExpertWeights) -> DTypeLike:
+  """What the matmuls write, copies send home, and further rounds add to.
 
-  So gradients need a fifth of the memory traffic that float32 and a pass to round it need, and half
-  of the links'.
+  bfloat16 needs a fifth of the memory traffic that float32 and a pass to round it need, and half of
+  the links'. A slot's rows lie side by side, so hardly any slot has rows of two rounds, whose sum
+  is rounded once more.
   """
-  leaves = jax.tree.leaves(weights)
-  rounded = routing.rounds is None and all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
+  rounded = all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(weights))
   return jnp.bfloat16 if rounded else jnp.float32
 
 

@@ -96,7 +96,6 @@ def layer_cost(
   capacity: int,
   config: BalanceConfig,
   domain: int = 2,
-  one_round: bool = True,
 ) -> LayerCost:
   """What balancing a layer costs on the devices at hand, or as ``config.device`` describes.
 
@@ -106,7 +105,6 @@ def layer_cost(
     capacity: C, rows that a rank computes in one round.
     config: ``copy_rows``, ``device``, ``implementation`` and ``node_size`` are used.
     domain: ranks that copies stay among.
-    one_round: whether every load fits one.
   """
 
   def by_kernel(operation: str) -> bool:
@@ -122,7 +120,6 @@ def layer_cost(
     moving=by_kernel("replicate"),
     multiplying=by_kernel("matmul"),
     domain=domain,
-    one_round=one_round,
   )
   if config.copy_rows is None:
     return cost
@@ -138,7 +135,6 @@ def cost_on(
   moving: bool = True,
   multiplying: bool = True,
   domain: int = 2,
-  one_round: bool = True,
 ) -> LayerCost:
   """What balancing a layer costs on such devices.
 
@@ -154,7 +150,6 @@ def cost_on(
       distance.
     multiplying: experts are multiplied by kernels.
     domain: ranks that copies stay among.
-    one_round: whether every load fits one, as ``grad_bytes`` asks.
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
@@ -174,7 +169,7 @@ def cost_on(
     return PlanCost(round(copy / row), capacity, round(hidden_by) if beside else 0)
 
   plan = rounded(travelling / row)
-  shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights, one_round)
+  shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward
   copy += slot_seconds(matmuls, *shape)
@@ -252,7 +247,6 @@ def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:
   return weights.expert_size * dtype.itemsize
 
 
-def grad_bytes(weights: ExpertWeights, one_round: bool) -> int:
-  """Of one expert's gradient on its way home: float32, but of bfloat16 weights in one round."""
-  rounded = one_round and weights.wo.dtype == jnp.bfloat16
-  return weights.expert_size * (2 if rounded else 4)
+def grad_bytes(weights: ExpertWeights) -> int:
+  """Of one expert's gradient on its way home: float32, but bfloat16 of bfloat16 weights."""
+  return weights.expert_size * (2 if weights.wo.dtype == jnp.bfloat16 else 4)

@@ -59,35 +59,27 @@ def settle(
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
   capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
   domain = config.domain_of(num_ranks)
-  weighs = config.strategy == "quota" and config.objective == "time"
-
-  def settled(one_round: bool) -> Sizes:
-    """With gradients as they are if every load fits one round, or not."""
-    cost = layer_cost(dtype, weights, capacity, config, domain, one_round)
-    plans = domain > 1
-    if config.strategy == "quota":
-      plans &= cost.can_gain(
-        config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
-      )
-    slots = _slots(config, num_experts, num_ranks, dtype, weights, one_round)
-    used = dataclasses.replace(config, replica_slots=slots)
-    fits = always_fits(
-      used if plans else dataclasses.replace(used, strategy="none"),
-      num_experts=num_experts,
-      num_ranks=num_ranks,
-      assignments=tokens * top_k,
-      capacity=capacity,
+  cost = layer_cost(dtype, weights, capacity, config, domain)
+  plans = domain > 1
+  if config.strategy == "quota":
+    plans &= cost.can_gain(
+      config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
     )
-    transient = capacity
-    # More room spares copies that only make a plan fit.
-    if fits and plans and weighs and cost.plan.copy_rows:
-      transient = row_capacity(tokens, top_k, num_ranks, used, token_bytes, kept=False)
-      cost = cost.with_transient_capacity(transient)
-    return Sizes(used, capacity, transient, cost, plans, fits)
-
-  sizes = settled(one_round=True)
-  # Of several rounds gradients are float32, for which there may be fewer slots.
-  return sizes if sizes.one_round else settled(one_round=False)
+  slots = _slots(config, num_experts, num_ranks, dtype, weights)
+  config = dataclasses.replace(config, replica_slots=slots)
+  one_round = always_fits(
+    config if plans else dataclasses.replace(config, strategy="none"),
+    num_experts=num_experts,
+    num_ranks=num_ranks,
+    assignments=tokens * top_k,
+    capacity=capacity,
+  )
+  transient, weighs = capacity, config.strategy == "quota" and config.objective == "time"
+  # More room spares copies that only make a plan fit.
+  if one_round and plans and weighs and cost.plan.copy_rows:
+    transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
+    cost = cost.with_transient_capacity(transient)
+  return Sizes(config, capacity, transient, cost, plans, one_round)
 
 
 def _slots(
@@ -96,12 +88,11 @@ def _slots(
   num_ranks: int,
   dtype: jnp.dtype,
   weights: ExpertWeights,
-  one_round: bool,
 ) -> int:
   """S. Other strategies than ``"quota"`` need what they ask for, as their states may have it."""
   slots = num_slots(config, num_experts, num_ranks)
   device = known.resolve(config.device)
   if config.replica_slots != "auto" or config.strategy != "quota" or device is None:
     return slots
-  bytes_of_slot = copy_bytes(dtype, weights) + grad_bytes(weights, one_round)
+  bytes_of_slot = copy_bytes(dtype, weights) + grad_bytes(weights)
   return min(slots, max(int(_MEMORY_SHARE * device["memory_bytes"]) // bytes_of_slot, 1))

@@ -156,6 +156,10 @@ def _check_case(
   into = jnp.asarray(rng.normal(size=(num_home, depth, cols)), jnp.float32)
   added = _wgrad(rows, grad, group_size, num_home, into_MKN=into)[0] - into
   errors["added wgrad"] = _distance(added, expected_grad[:num_home])
+  into, dtype = into.astype(jnp.bfloat16), jnp.bfloat16
+  added = _wgrad(rows, grad, group_size, num_home, into_MKN=into, dtype=dtype)[0]
+  want = into.astype(jnp.float32) + rounded[:num_home].astype(jnp.float32)
+  errors["rounded added wgrad"] = float(jnp.any(added != want.astype(dtype)))
   return {name: float(error) for name, error in errors.items()}
 
 
