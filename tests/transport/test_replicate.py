@@ -145,6 +145,39 @@ def test_steps_that_no_rank_needs_are_left_out(name, count):
   assert np.asarray(got).tolist() == [count] * RANKS
 
 
+@pytest.mark.parametrize("count", range(6))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_pairs_of_ranks_take_any_number_of_steps(count, dtype):
+  """A few are written out, more are a loop. The last pair, in which one rank copies, has fewer."""
+  home, slots = 5, 5
+  rng = np.random.default_rng(count)
+  placement_GS = np.full((RANKS, slots), -1)
+  for rank in range(RANKS):
+    most = count if rank < 6 else (rank - 6) * count // 2
+    place_S = rng.permutation(slots)[:most]
+    placement_GS[rank, place_S] = (rank ^ 1) * home + rng.permutation(home)[:most]
+  weights, grads = (
+    jnp.asarray(rng.integers(-9, 9, size=(RANKS * n, 4)), dtype) for n in (home, slots)
+  )
+
+  def copy(weights, placement):
+    return turn_replicate.replicate(weights, placement, "expert", 2)
+
+  def add(grads, weights, placement):
+    return turn_replicate.reduce_replicas(grads, weights, placement, "expert", 2)
+
+  placement, expert_R = jnp.array(placement_GS, jnp.int32), placement_GS.reshape(-1)
+  filled = expert_R >= 0
+  copies = np.asarray(shard(copy, 1)(weights, placement), np.float32)
+  values, terms = (np.asarray(array, np.float32) for array in (weights, grads))
+  np.testing.assert_array_equal(copies[filled], values[expert_R[filled]])
+  sums = values.copy()
+  np.add.at(sums, expert_R[filled], terms[filled])
+  np.testing.assert_array_equal(
+    np.asarray(shard(add, 2)(grads, weights, placement), np.float32), sums
+  )
+
+
 def test_sums_of_bfloat16_are_rounded_once():
   """Seven terms of half a unit each, all of which rounding one by one would lose."""
   placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
