@@ -107,8 +107,8 @@ def wgrad_beside(
 ) -> tuple[tuple[Array, Array], Any]:
   """Gradients to weights, anything for slots that are not filled, and the result of a transfer.
 
-  They are rounded to ``dtype``. Those of home slots are added to ``into_MKN``, if there is one, which
-  is of that dtype; no transfer is beside that.
+  They are rounded to ``dtype``. Those of home slots are added to ``into_MKN``, if there is one, of
+  the same dtype; no transfer is beside that.
   """
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"
