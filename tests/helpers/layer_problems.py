@@ -92,6 +92,7 @@ def make_weights(
   inner: int = INNER,
 ) -> uep.ExpertWeights:
   """Random weights in a form, which of ``BIASES`` among them."""
+  assert {*biases} <= {*BIASES}
   cols = 2 * inner if layout in ("fused", "interleaved") else inner
   count = 2 if layout == "apart" else 1
   into = [normal(experts, width, cols, scale=width**-0.5) for _ in range(count)]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from layer_problems import (
+  BIASES,
   QUICK,
   dense,
   layer,
@@ -46,9 +47,7 @@ def test_bfloat16_parameters_get_bfloat16_gradients_if_an_activation_computes_in
   assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves((y, x_grad, weight_grads)))
 
 
-@pytest.mark.parametrize(
-  "slots, form", [(0, {}), (2, {"layout": "fused", "biases": ("gate", "up", "out")})]
-)
+@pytest.mark.parametrize("slots, form", [(0, {}), (2, {"layout": "fused", "biases": BIASES})])
 def test_gradients_of_bfloat16_parameters_in_several_rounds(slots, form):
   """Kept in bfloat16 between rounds. Were a round's part lost, the error would be above a tenth."""
   low = make_problem(make_mesh(4), load="skewed", dtype=jnp.bfloat16, **form)

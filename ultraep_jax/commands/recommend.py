@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
   share = len(np.unique(trace.step_N)) / max(len(trace), 1)
   for row in rows:
     row["saved_ms_a_step"] = row.pop("saved_ms_a_layer") / share
-    # With slots for every load one round is sure, and gradients are bfloat16; else float32.
-    gradient_bytes = 0 if args.prefill else 2 if row is rows[-1] else 4
+    gradient_bytes = 0 if args.prefill else _COPY_BYTES
     row["memory_mb"] = row["slots"] * shape.expert_params * 1e-6 * (_COPY_BYTES + gradient_bytes)
   advice = _advice(rows, device.name)
   if args.json:

@@ -202,7 +202,8 @@ def expert_backward(
     into: gradients of the home weights, of ``weight_grad_dtype``, to which these are added, in
       place where XLA can. The copies must be known.
     weight_grad_dtype: of the gradients of weights, those of copies on their way home too. Each is
-      rounded to it once before a rank adds them in float32, and once after.
+      rounded to it once before a rank adds them in float32, and once after; and so are sums with
+      ``into``.
     implementations: of the matmuls, to try in order.
     tunings: how kernels are laid out.
   """

@@ -108,7 +108,7 @@ def wgrad_beside(
   """Gradients to weights, anything for slots that are not filled, and the result of a transfer.
 
   They are rounded to ``dtype``. Those of home slots are added to ``into_MKN``, if there is one, of
-  the same dtype; no transfer is beside that.
+  the same dtype: rounded ones by the kernel, exact ones in plain JAX. No transfer is beside that.
   """
   arguments = rows_CK, grad_CN, group_size_P, num_home
   operation = "wgrad" if transfer is None else "wgrad beside"

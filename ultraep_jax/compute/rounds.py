@@ -250,8 +250,8 @@ def _weight_grad_dtype(weights: ExpertWeights) -> DTypeLike:
   """What the matmuls write, copies send home, and further rounds add to.
 
   bfloat16 needs a fifth of the memory traffic that float32 and a pass to round it need, and half of
-  the links'. A slot's rows lie side by side, so hardly any slot has rows of two rounds, whose sum
-  is rounded once more.
+  the links'. Each further round that has rows of a slot rounds its sum again. A slot's rows lie
+  side by side, so that only one with more rows than a buffer has rows of many rounds.
   """
   rounded = all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(weights))
   return jnp.bfloat16 if rounded else jnp.float32

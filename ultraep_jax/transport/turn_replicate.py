@@ -11,7 +11,7 @@ Shapes: R ranks of a domain.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,9 +21,7 @@ from jax import lax
 from ultraep_jax.mesh import axes_of, mesh_max, to_varying, varying_axes
 from ultraep_jax.types import Array, AxisName
 
-# Steps between two ranks that need no loop. Among more, each step has a branch for every distance
-# in any case, for which the host waits, and so many written out take long to compile.
-_WRITTEN_OUT = 3
+_WRITTEN_OUT = 3  # steps of copies between two ranks that need no loop
 
 
 def replicate[T](
@@ -46,7 +44,25 @@ def replicate[T](
     passed = steps.pass_on([leaf[this.expert] for leaf in homes], this, 1)
     return [_set(*each, this.slot) for each in zip(copies, passed, strict=True)]
 
-  return tree.unflatten(steps.run(step, empty))
+  def loop() -> list[Array]:
+    return lax.fori_loop(jnp.int32(0), steps.count, step, empty())
+
+  def written_out(count: int) -> list[Array]:
+    copies = empty()  # made in its branch: XLA copies those that are made outside
+    for i in range(count):
+      copies = step(jnp.int32(i), copies)
+    return copies
+
+  # Among more ranks a step has a branch for each distance, and several take long to compile.
+  if steps.size != 2:
+    return tree.unflatten(loop())
+  # A GPU's host waits for every turn of a loop, and once for which branch to take.
+  counts = range(min(_WRITTEN_OUT, num_slots) + 1)
+  branches = [
+    *(functools.partial(written_out, count) for count in counts),
+    *([loop] if num_slots > _WRITTEN_OUT else []),
+  ]
+  return tree.unflatten(lax.switch(jnp.minimum(steps.count, len(branches) - 1), branches))
 
 
 class _Sums(NamedTuple):
@@ -85,16 +101,15 @@ def reduce_replicas[T](
     return _add(sums, this.expert, passed)
 
   # Of two ranks, an expert has one copy at most, and its sum is rounded once in any case.
-  def begin() -> _Sums:
-    rests = [
-      None
-      if leaf.dtype == jnp.float32 or steps.size <= 2
-      else _unwritten(leaf.shape, jnp.dtype(jnp.float32), axes)
-      for leaf in homes
-    ]
-    return _Sums(homes, rests, to_varying(jnp.zeros(num_home, jnp.bool_), axes))
-
-  return tree.unflatten(steps.run(step, begin).total)
+  rests = [
+    None
+    if leaf.dtype == jnp.float32 or steps.size <= 2
+    else _unwritten(leaf.shape, jnp.dtype(jnp.float32), axes)
+    for leaf in homes
+  ]
+  sums = _Sums(homes, rests, to_varying(jnp.zeros(num_home, jnp.bool_), axes))
+  # Always a loop: of branches XLA:CPU copies all homes' gradients.
+  return tree.unflatten(lax.fori_loop(jnp.int32(0), steps.count, step, sums).total)
 
 
 def _add(sums: _Sums, expert: Array, terms: Sequence[Array]) -> _Sums:
@@ -188,27 +203,6 @@ class _Steps:
       used=jnp.argsort(is_used, descending=True, stable=True).astype(jnp.int32),
       count=jnp.sum(is_used, dtype=jnp.int32),
     )
-
-  def run[T](self, step: Callable[[Array, T], T], begin: Callable[[], T]) -> T:
-    """What all steps make of ``begin()``.
-
-    The host waits for the condition of every turn of a loop, and once for which branch to take. A
-    branch makes what it begins with, since XLA copies empty slots that are made outside.
-    """
-
-    def written_out(count: int) -> T:
-      state = begin()
-      for i in range(count):
-        state = step(jnp.int32(i), state)
-      return state
-
-    def loop() -> T:
-      return lax.fori_loop(jnp.int32(0), self.count, step, begin())
-
-    if self.size > 2:
-      return loop()
-    branches = [functools.partial(written_out, count) for count in range(_WRITTEN_OUT + 1)]
-    return lax.switch(jnp.minimum(self.count, len(branches)), [*branches, loop])
 
   def step(self, i: Array) -> _Step:
     turn, distance = self.used[i] // self.size, self.used[i] % self.size

@@ -1,8 +1,8 @@
 """The whole layer on kernels beside the portable one: on two mesh axes, in domains, in training.
 
 Where a mesh has two ``data`` groups, one group's loads need several rounds and the other's one.
-Gradients of bfloat16 weights are float32 in these; where all rows have room they are rounded before
-those of copies are added, so one mesh is compared with room as well.
+Further rounds add to the gradients of the first, so one mesh is compared with room for all rows as
+well.
 """
 
 import concurrent.futures
