@@ -122,8 +122,7 @@ def wgrad_beside(
     return kernels.wgrad_beside(transfer, *arguments, **options)
 
   def portable() -> tuple[tuple[Array, Array], Any]:
-    sums_MKN = None if into_MKN is None else into_MKN.astype(jnp.float32)
-    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, sums_MKN)
+    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN)
     grads = _rounded(home_MKN, dtype), _rounded(replica_SKN, dtype)
     return grads, transfer and transfer.launch()
 

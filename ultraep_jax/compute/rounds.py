@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from pallas_kernels import Tunings
 from ultraep_jax.activations import Activation
@@ -75,7 +74,7 @@ class _Round(NamedTuple):
 
 
 class _Grads(NamedTuple):
-  """Gradients: float32, but those of x, which are in its dtype, and see ``_weight_grad_dtype``."""
+  """Gradients: of x in its dtype, of gates float32, of weights ``ExpertWeights.grad_dtype``."""
 
   x_TD: Array
   gate_TK: Array
@@ -137,7 +136,7 @@ def _backward(
       _round_sizes(static, routing, index),
       static.activation,
       into=into,
-      weight_grad_dtype=_weight_grad_dtype(weights),
+      weight_grad_dtype=weights.grad_dtype,
       implementations=static.multiplying,
       tunings=static.tunings,
     )
@@ -244,17 +243,6 @@ def _replicas(
     static.replicating,
     static.tunings,
   )
-
-
-def _weight_grad_dtype(weights: ExpertWeights) -> DTypeLike:
-  """What the matmuls write, copies send home, and further rounds add to.
-
-  bfloat16 needs a fifth of the memory traffic that float32 and a pass to round it need, and half of
-  the links'. Each further round that has rows of a slot rounds its sum again. A slot's rows lie
-  side by side, so that only one with more rows than a buffer has rows of many rounds.
-  """
-  rounded = all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(weights))
-  return jnp.bfloat16 if rounded else jnp.float32
 
 
 def _placement(routing: Routing) -> tuple[Array, Array]:

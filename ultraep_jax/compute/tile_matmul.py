@@ -79,7 +79,7 @@ def wgrad(
   num_home: int,
   into_MKN: Array | None = None,
 ) -> tuple[Array, Array]:
-  """As ``grouped.wgrad_beside``; the gradient of a replica slot without rows is zero."""
+  """As ``grouped.wgrad_beside``, in float32; a replica slot without rows has zero gradient."""
   tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
   axes = varying_axes(rows_CK, grad_CN, group_size_P)
 
@@ -102,7 +102,8 @@ def wgrad(
 
   num_replica = group_size_P.shape[0] - num_home
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  home_MKN = zeros(num_home) if into_MKN is None else to_varying(into_MKN, axes)
+  into_MKN = zeros(num_home) if into_MKN is None else into_MKN.astype(jnp.float32)
+  home_MKN = to_varying(into_MKN, axes)
   home_MKN = lax.fori_loop(jnp.int32(0), home_tiles, accumulate(0), home_MKN)
   replica_SKN = zeros(num_replica)
   if num_replica:

@@ -248,5 +248,5 @@ def copy_bytes(dtype: jnp.dtype, weights: ExpertWeights) -> int:
 
 
 def grad_bytes(weights: ExpertWeights) -> int:
-  """Of one expert's gradient on its way home: float32, but bfloat16 of bfloat16 weights."""
-  return weights.expert_size * (2 if weights.wo.dtype == jnp.bfloat16 else 4)
+  """Of one expert's gradient, in the dtype that it travels home in."""
+  return weights.expert_size * weights.grad_dtype.itemsize

@@ -74,7 +74,8 @@ def settle(
     assignments=tokens * top_k,
     capacity=capacity,
   )
-  transient, weighs = capacity, config.strategy == "quota" and config.objective == "time"
+  transient = capacity
+  weighs = config.strategy == "quota" and config.objective == "time"
   # More room spares copies that only make a plan fit.
   if one_round and plans and weighs and cost.plan.copy_rows:
     transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
