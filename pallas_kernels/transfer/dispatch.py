@@ -42,6 +42,7 @@ def dispatch(
   *,
   capacity: int,
   axis_name: AxisName,
+  over: Sequence[Array] | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> list[Array]:
   """Carries every token to the rows of its assignments, bit for bit.
@@ -65,11 +66,12 @@ def dispatch(
       for those that other ranks compute.
     capacity: C, the rows of a rank.
     axis_name: the expert mesh axis, of size G.
+    over: what is returned, before: rows that no token feeds stay as they are there. ``None``: they
+      hold anything, NaN included.
     tuning: workers and tiles; must be the same on all ranks.
 
   Returns:
-    A ``[C, ...]`` array for each of ``arrays``. Rows that no token feeds are not written: they
-    hold anything, NaN included.
+    A ``[C, ...]`` array for each of ``arrays``. Rows that no token feeds are not written.
 
   Raises:
     NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
@@ -80,7 +82,8 @@ def dispatch(
   _check(arrays, dest_TK, row_TK, received_GTK, capacity, axis_name)
   if not arrays:
     return []
-  return _launch(arrays, None, dest_TK, row_TK, received_GTK, capacity, axis_name, tuning)
+  tables = dest_TK, row_TK, received_GTK
+  return _launch(arrays, None, *tables, capacity, axis_name, over, tuning)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "capacity", "axis_name", "tuning"))
@@ -94,6 +97,7 @@ def dispatch_scaled(
   dtype: Any,
   capacity: int,
   axis_name: AxisName,
+  over: Array | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Carries tokens in FP8 and multiplies them by their scales on arrival.
@@ -112,6 +116,7 @@ def dispatch_scaled(
     dtype: of the rows: bfloat16, float16 or float32.
     capacity: C, the rows of a rank.
     axis_name: the expert mesh axis.
+    over: as for ``dispatch``.
     tuning: workers and tiles; must be the same on all ranks.
 
   Returns:
@@ -123,10 +128,9 @@ def dispatch_scaled(
   """
   _check([value_TD, scale_TB], dest_TK, row_TK, received_GTK, capacity, axis_name)
   _check_scaled(value_TD, scale_TB, dtype)
-  arrays = [scale_TB, value_TD]
-  (rows_CD,) = _launch(
-    arrays, jnp.dtype(dtype), dest_TK, row_TK, received_GTK, capacity, axis_name, tuning
-  )
+  arrays, tables = [scale_TB, value_TD], (dest_TK, row_TK, received_GTK)
+  before = None if over is None else [over]
+  (rows_CD,) = _launch(arrays, jnp.dtype(dtype), *tables, capacity, axis_name, before, tuning)
   return rows_CD
 
 
@@ -138,16 +142,22 @@ def _launch(
   received_GTK: Array,
   capacity: int,
   axis_name: AxisName,
+  over: Sequence[Array] | None,
   tuning: ExchangeTuning | None,
 ) -> list[Array]:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
   tuning = (tuning or ExchangeTuning()).placed()
-  outs = [(array.shape[1:], array.dtype) for array in arrays]
+  returned = landing = [((capacity, *array.shape[1:]), array.dtype) for array in arrays]
   if product is not None:
-    outs.append((arrays[_VALUES].shape[1:], product))
-  returned = slice(None) if product is None else slice(-1, None)
+    returned = [((capacity, *arrays[_VALUES].shape[1:]), product)]
+  before = list(over or [])
+  if before and [(each.shape, each.dtype) for each in before] != returned:
+    raise ValueError(
+      f"over: expected {_described(returned)}, got "
+      f"{_described([(each.shape, each.dtype) for each in before])}"
+    )
   if not dest_TK.size:
-    return [jnp.zeros((capacity, *shape), dtype) for shape, dtype in outs[returned]]
+    return before or [jnp.zeros(*each) for each in returned]
   tiles = tiling.cut("arrays", arrays, tuning)
   if product is not None and tiles[_SCALES].length < arrays[_SCALES].shape[1]:
     raise NotImplementedError(f"scale_TB: expected a row that fits a tile of {tuning}")
@@ -158,9 +168,13 @@ def _launch(
     sends_TK |= dest_TK == peers.rank(axis_name)
   send = deal.table(jnp.where(sends_TK, dest_TK * capacity + row_TK, -1), -1)
   received = deal.table(received_GTK, -1)
-  send, received, *rows = varying.vary_alike(
-    send, received, *[array.reshape(array.shape[0], -1) for array in arrays]
+  send, received, *flat = varying.vary_alike(
+    send, received, *[array.reshape(array.shape[0], -1) for array in (*arrays, *before)]
   )
+  rows, before = flat[: len(arrays)], flat[len(arrays) :]
+  # The rows that are returned come first, whether they are new or not.
+  outs = [] if before else returned
+  outs = outs if product is None else [*outs, *landing]
   filled = launch(
     functools.partial(
       _kernel,
@@ -173,9 +187,10 @@ def _launch(
     ),
     [send, received, *rows],
     out_type=[
-      jax.typeof(rows[0]).update(shape=(capacity, math.prod(shape)), dtype=dtype)
+      jax.typeof(rows[0]).update(shape=(capacity, math.prod(shape[1:])), dtype=dtype)
       for shape, dtype in outs
     ],
+    updated=before,
     reaches_others=peers.are_any(axis_name),
     grid=(tuning.num_blocks,),
     grid_names=(tiling.BLOCK_AXIS,),
@@ -190,10 +205,12 @@ def _launch(
     ],
     kernel_name="dispatch" if axis_name else "place",
   )
-  return [
-    rows.reshape(capacity, *shape)
-    for rows, (shape, _) in zip(filled[returned], outs[returned], strict=True)
-  ]
+  filled = filled[len(outs) :] if before else filled[: len(returned)]
+  return [each.reshape(shape) for each, (shape, _) in zip(filled, returned, strict=True)]
+
+
+def _described(arrays: Sequence[tuple[tuple[int, ...], Any]]) -> str:
+  return ", ".join(f"{dtype} {shape}" for shape, dtype in arrays)
 
 
 def _product_buffer(tiles: Sequence[Tiles], dtype: jnp.dtype, tuning: ExchangeTuning) -> Any:
@@ -213,7 +230,7 @@ def _kernel(
   tuning: ExchangeTuning,
 ) -> None:
   num_arrays = tiles[-1].array + 1
-  token_refs, rows_refs, products, scratch = tiling.split(refs, [num_arrays, num_arrays, scaled])
+  token_refs, products, rows_refs, scratch = tiling.split(refs, [num_arrays, scaled, num_arrays])
   all_lines, all_loaded, all_sent, *buffer_refs = scratch
   product_buffer: Any = buffer_refs.pop() if scaled else None
   slot = lax.axis_index(tiling.WORKER_AXIS)

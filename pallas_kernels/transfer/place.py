@@ -22,7 +22,12 @@ _ALONE = ()  # the axis of a rank without peers
 
 
 def place(
-  arrays: Sequence[Array], row_TK: Array, *, capacity: int, tuning: ExchangeTuning | None = None
+  arrays: Sequence[Array],
+  row_TK: Array,
+  *,
+  capacity: int,
+  over: Sequence[Array] | None = None,
+  tuning: ExchangeTuning | None = None,
 ) -> list[Array]:
   """Copies every token to its rows, bit for bit.
 
@@ -32,6 +37,7 @@ def place(
     arrays: ``[T, ...]`` each, such as values and their scales. Rows must be multiples of 16 bytes.
     row_TK: ``[T, K]`` int32, the rows that a token feeds, −1 for none. No two feed the same.
     capacity: C, the rows.
+    over: ``[C, ...]`` each, in whose memory other tokens have their rows; ``None``: new rows.
     tuning: workers and tiles.
 
   Returns:
@@ -42,7 +48,7 @@ def place(
       bytes.
     ValueError: shapes that do not fit.
   """
-  return dispatch(arrays, *_assignments(row_TK), **_options(capacity, tuning))
+  return dispatch(arrays, *_assignments(row_TK), over=over, **_options(capacity, tuning))
 
 
 def place_scaled(
@@ -52,6 +58,7 @@ def place_scaled(
   *,
   dtype: Any,
   capacity: int,
+  over: Array | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Multiplies tokens in FP8 by their scales, and writes the products to their rows.
@@ -62,6 +69,7 @@ def place_scaled(
     row_TK: as for ``place``.
     dtype: of the rows: bfloat16, float16 or float32.
     capacity: C, the rows.
+    over: as for ``place``.
     tuning: workers and tiles.
 
   Returns:
@@ -72,7 +80,7 @@ def place_scaled(
     ValueError: shapes that do not fit.
   """
   arguments = value_TD, scale_TB, *_assignments(row_TK)
-  return dispatch_scaled(*arguments, dtype=dtype, **_options(capacity, tuning))
+  return dispatch_scaled(*arguments, dtype=dtype, over=over, **_options(capacity, tuning))
 
 
 def _assignments(row_TK: Array) -> tuple[Array, Array, Array]:

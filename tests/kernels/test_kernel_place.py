@@ -68,6 +68,39 @@ def test_scaled_tokens_are_multiplied(problem):
   check(row, filled, expected.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_writes_over_the_rows_of_others(problem, scaled):
+  """Rows that no token feeds stay as they were, NaN included."""
+  rng, row, capacity = problem
+  dtype = jnp.float8_e4m3fn if scaled else jnp.bfloat16
+  value = rng.normal(size=(*row.shape[:2], 144)).astype(dtype)
+  scale = np.full((*row.shape[:2], 4), 2, np.float32)
+  before = rng.choice([1.5, np.nan, -0.0], size=(RANKS, capacity, 144)).astype(jnp.bfloat16)
+
+  def function(over_CD, value_TD, scale_TB, row_TK):
+    options = {"capacity": capacity, "tuning": TUNING}
+    if scaled:
+      return place_scaled(value_TD, scale_TB, row_TK, dtype=jnp.bfloat16, over=over_CD, **options)
+    return place([value_TD], row_TK, over=[over_CD], **options)[0]
+
+  with interpreted():
+    whole = [array.reshape(-1, array.shape[-1]) for array in (before, value, scale, row)]
+    filled = np.asarray(on_ranks(function, 4)(*whole)).reshape(before.shape)
+  expected = before.copy()
+  for rank, token, k in np.ndindex(row.shape):
+    if row[rank, token, k] >= 0:
+      product = value[rank, token].astype(np.float32) * (2 if scaled else 1)
+      expected[rank, row[rank, token, k]] = product.astype(jnp.bfloat16)
+  np.testing.assert_array_equal(filled.view(np.uint16), expected.view(np.uint16))
+
+
+def test_refuses_other_rows():
+  tokens, row_TK = jnp.zeros((4, 16)), jnp.zeros((4, 1), jnp.int32)
+  for over in ([jnp.zeros((7, 16))], [jnp.zeros((8, 16), jnp.bfloat16)], [jnp.zeros((8, 16))] * 2):
+    with pytest.raises(ValueError, match=r"over: expected float32 \(8, 16\), got"):
+      place([tokens], row_TK, capacity=8, over=over, tuning=TUNING)
+
+
 @pytest.mark.parametrize(("tokens", "top_k", "width"), [(16384, 8, 4096), (1, 1, 48)])
 def test_lowers_without_peers(tokens, top_k, width):
   """On GPUs that need not reach each other's memory, in one program."""

@@ -1,16 +1,18 @@
 """The exchange of tokens by collectives where each rank needs most tokens of every other.
 
 A block for a rank would hold all tokens then. So all ranks gather all tokens, and no lists are
-needed of which go where.
+needed of which go where. While tokens cross, kernels work on what a rank has itself.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ultraep_jax.config import DispatchDtype
+from ultraep_jax.implementation import first_that_can
 from ultraep_jax.transport import block_exchange, local_rows, received, wire
 from ultraep_jax.transport.local_rows import PORTABLY, Placing
 from ultraep_jax.types import Array, AxisName, Routes
@@ -35,26 +37,49 @@ class GatherCrossing(received.ToldCrossing):
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds hold anything."""
-    gathered = [
-      lax.all_gather(array, self.axis_name, tiled=True) for array in wire.pack(x_TD, dtype)
-    ]
-    return self.placing.place(gathered, self.row_AK, self.capacity, x_TD.dtype)
+    packed = wire.pack(x_TD, dtype)
+    gathered = [lax.all_gather(array, self.axis_name, tiled=True) for array in packed]
+    rows = {"capacity": self.capacity, "dtype": x_TD.dtype}
+
+    def own_first() -> Array:
+      """A rank's own tokens get to their rows while those of others come."""
+      rank, row_GTK = lax.axis_index(self.axis_name), self.received_GTK
+      own_CD = self.placing.by_kernel(packed, row_GTK[rank], **rows)
+      other_AK = row_GTK.at[rank].set(-1).reshape(self.row_AK.shape)
+      return self.placing.by_kernel(gathered, other_AK, **rows, over_CD=own_CD)
+
+    # In plain JAX each would write all rows.
+    at_once = functools.partial(self.placing.place, gathered, self.row_AK, **rows)
+    candidates = {"mosaic_gpu": own_first, "portable": at_once}
+    return first_that_can(self.placing.implementations, candidates)
 
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""
+    if lax.axis_size(self.axis_name) == 2:
+      return self._combine_two(rows_CD, gate_C)
     part_AD = local_rows.sums(rows_CD, gate_C, self.row_AK)
     part_AD = lax.all_to_all(part_AD, self.axis_name, 0, 0, tiled=True)
     num_ranks, num_tokens, top_k = self.received_GTK.shape
     part_GTD = part_AD.reshape(num_ranks, num_tokens, -1).astype(jnp.float32)
-    if num_ranks <= 2:  # a sum of two has one order
-      return jnp.sum(part_GTD, axis=0).astype(rows_CD.dtype)
     leads_TK = block_exchange.leaders(self.dest_TK)[1]
     y_TD, token_T = jnp.zeros(part_GTD.shape[1:], jnp.float32), jnp.arange(num_tokens)
     for k in range(top_k):
       part_TD = part_GTD[self.dest_TK[:, k], token_T]
       y_TD += jnp.where(leads_TK[:, k, None], part_TD, 0)
     return y_TD.astype(rows_CD.dtype)
+
+  def _combine_two(self, rows_CD: Array, gate_C: Array | None) -> Array:
+    """``combine`` of two ranks: the rank's own sums are made while the other's cross."""
+    rank = lax.axis_index(self.axis_name)
+    theirs_TD = local_rows.sums(rows_CD, gate_C, self.received_GTK[1 - rank])
+    # Barriers, because XLA makes all sums together otherwise: before any cross, or after.
+    rows_CD, theirs_TD = lax.optimization_barrier((rows_CD, theirs_TD))
+    theirs_TD = lax.ppermute(theirs_TD, self.axis_name, [(0, 1), (1, 0)])
+    own_TD = local_rows.sums(rows_CD, gate_C, self.received_GTK[rank])
+    own_TD = lax.optimization_barrier(own_TD)
+    # A sum of two has one order.
+    return (own_TD.astype(jnp.float32) + theirs_TD.astype(jnp.float32)).astype(rows_CD.dtype)
 
 
 def saves(num_tokens: int, top_k: int, num_ranks: int) -> bool:

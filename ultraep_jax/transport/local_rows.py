@@ -35,22 +35,36 @@ class Placing(NamedTuple):
       capacity: C.
       dtype: of the tokens.
     """
-    size = packed[0].shape[1] * packed[0].dtype.itemsize
-
-    def by_kernel() -> Array:
-      scaled = len(packed) > 1
-      tuning = self.tunings.find("dispatch scaled" if scaled else "dispatch", size)
-      options: Any = {"capacity": capacity, "tuning": tuning}
-      if not scaled:
-        return kernels.place(packed, row_AK, **options)[0]
-      value_AD, scale_AB = packed
-      return kernels.place_scaled(value_AD, scale_AB, row_AK, dtype=dtype, **options)
 
     def gather() -> Array:
       zero_CD = jnp.zeros((capacity, packed[0].shape[1]), dtype)
       return place_over(zero_CD, packed, row_AK)
 
-    return first_that_can(self.implementations, {"mosaic_gpu": by_kernel, "portable": gather})
+    return first_that_can(
+      self.implementations,
+      {
+        "mosaic_gpu": lambda: self.by_kernel(packed, row_AK, capacity, dtype),
+        "portable": gather,
+      },
+    )
+
+  def by_kernel(
+    self,
+    packed: Sequence[Array],
+    row_AK: Array,
+    capacity: int,
+    dtype: jnp.dtype,
+    over_CD: Array | None = None,
+  ) -> Array:
+    """As ``place``; rows that no token feeds are those of ``over_CD``, in its memory."""
+    size, scaled = packed[0].shape[1] * packed[0].dtype.itemsize, len(packed) > 1
+    tuning = self.tunings.find("dispatch scaled" if scaled else "dispatch", size)
+    options: Any = {"capacity": capacity, "tuning": tuning}
+    if not scaled:
+      over = None if over_CD is None else [over_CD]
+      return kernels.place(packed, row_AK, over=over, **options)[0]
+    value_AD, scale_AB = packed
+    return kernels.place_scaled(value_AD, scale_AB, row_AK, dtype=dtype, over=over_CD, **options)
 
 
 PORTABLY = Placing()

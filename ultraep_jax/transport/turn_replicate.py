@@ -12,7 +12,7 @@ Shapes: R ranks of a domain.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ultraep_jax.mesh import axes_of, mesh_max, to_varying, varying_axes
 from ultraep_jax.types import Array, AxisName
 
 _WRITTEN_OUT = 3  # steps of copies between two ranks that need no loop
+_AT_MOST_ONE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 
 
 def replicate[T](
@@ -114,26 +115,34 @@ def reduce_replicas[T](
 
 def _add(sums: _Sums, expert: Array, terms: Sequence[Array]) -> _Sums:
   """Adds gradients to those of an expert; to none if it is −1."""
-  wanted, index = expert >= 0, jnp.maximum(expert, 0)
-  begun = sums.begun_M[index]
+  begun = sums.begun_M[jnp.maximum(expert, 0)]
   totals, rests = [], []
   for total, rest, term in zip(sums.total, sums.rest, terms, strict=True):
-    exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
-    if rest is not None:
+    if rest is None:
+      totals.append(_at(total, expert).add(term.astype(total.dtype), **_AT_MOST_ONE))
+    else:
+      index = jnp.maximum(expert, 0)
+      exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
       exact += jnp.where(begun, rest[index], 0)
-    rounded = exact.astype(total.dtype)
-    totals.append(_set(total, rounded, expert))
-    if rest is not None:
+      rounded = exact.astype(total.dtype)
+      totals.append(_set(total, rounded, expert))
       rest = _set(rest, exact - rounded.astype(jnp.float32), expert)
     rests.append(rest)
-  return _Sums(totals, rests, sums.begun_M.at[index].set(begun | wanted))
+  return _Sums(totals, rests, _set(sums.begun_M, jnp.bool_(True), expert))
+
+
+def _at(array: Array, index: Array) -> Any:
+  """An index of its first axis; none where it is −1, which would be the last."""
+  return array.at[jnp.where(index < 0, array.shape[0], index)]
 
 
 def _set(array: Array, value: Array, index: Array) -> Array:
-  """The array with this at an index of its first axis; as it is where the index is −1."""
-  wanted, index = index >= 0, jnp.maximum(index, 0)
-  kept = lax.dynamic_index_in_dim(array, index, keepdims=False)
-  return lax.dynamic_update_index_in_dim(array, jnp.where(wanted, value, kept), index, 0)
+  """The array with this at an index of its first axis; as it is where the index is −1.
+
+  A scatter, and as one XLA updates an array in one kernel; what it sees read and written by itself,
+  it copies between.
+  """
+  return _at(array, index).set(value, **_AT_MOST_ONE)
 
 
 def _unwritten(shape: tuple[int, ...], dtype: jnp.dtype, axes: frozenset[str]) -> Array:
