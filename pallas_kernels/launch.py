@@ -91,17 +91,22 @@ def _updating(
   out_type: Sequence[Any],
   updated: Sequence[Array],
 ) -> list[Array]:
-  axes, operands = varying.axes_of(*operands, *updated), varying.untyped(operands)
+  # Under vmap one call after another: references have no batches.
+  @jax.custom_batching.sequential_vmap
+  def run(operands: Sequence[Array], updated: Sequence[Array]) -> list[Array]:
+    axes, operands = varying.axes_of(*operands, *updated), varying.untyped(operands)
 
-  def write(refs: Any) -> None:
-    out_refs, updated_refs = refs
-    for ref, result in zip(out_refs, kernel(*operands, *updated_refs), strict=True):
-      ref[...] = varying.vary(result, axes)
+    def write(refs: Any) -> None:
+      out_refs, updated_refs = refs
+      for ref, result in zip(out_refs, kernel(*operands, *updated_refs), strict=True):
+        ref[...] = varying.vary(result, axes)
 
-  # Written as a whole, so that no zero is.
-  outs = [varying.vary(jnp.zeros(each.shape, each.dtype), axes) for each in out_type]
-  outs, updated = pl.run_state(write)((outs, varying.untyped(updated)))
-  return [*outs, *(varying.vary(each, axes) for each in updated)]
+    # Written as a whole, so that no zero is.
+    outs = [varying.vary(jnp.zeros(each.shape, each.dtype), axes) for each in out_type]
+    outs, updated = pl.run_state(write)((outs, varying.untyped(updated)))
+    return [*outs, *(varying.vary(each, axes) for each in updated)]
+
+  return run(list(operands), list(updated))
 
 
 def _in_own_memory(arrays: Sequence[Array]) -> list[Array]:

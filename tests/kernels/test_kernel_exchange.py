@@ -120,6 +120,27 @@ def test_dispatch_copies_bit_for_bit(problem):
         np.testing.assert_array_equal(got, array[group, source, token])
 
 
+def dispatch_over(over_CD, dest_TK, row_TK, received_GTK, x_TD, *, capacity):
+  options = {"capacity": capacity, "axis_name": "expert", "tuning": TUNING}
+  return dispatch([x_TD], dest_TK, row_TK, received_GTK, over=[over_CD], **options)[0]
+
+
+@pytest.mark.parametrize("problem", ["two axes"], indirect=True)
+def test_dispatch_leaves_rows_that_no_token_feeds(problem):
+  rng, axes, dest, row, capacity = problem
+  x = rng.normal(size=(*dest.shape[:3], 16)).astype(np.float32)
+  before = rng.normal(size=(*dest.shape[:2], capacity, 16)).astype(np.float32)
+  run = program(axes, dispatch_over, 5, capacity=capacity)
+  with interpreted():
+    rows = np.asarray(run(before, dest, row, received_by_group(dest, row), x))
+  expected = before.copy()
+  for group, source, token, k in np.ndindex(dest.shape):
+    rank = dest[group, source, token, k]
+    if rank >= 0:
+      expected[group, rank, row[group, source, token, k]] = x[group, source, token]
+  np.testing.assert_array_equal(rows, expected)
+
+
 @pytest.mark.parametrize("problem", ["more tokens than a step", "two axes"], indirect=True)
 def test_dispatch_scaled_multiplies_on_arrival(problem):
   """A tile of two blocks and one of a block and a part; scales of every row and block differ."""

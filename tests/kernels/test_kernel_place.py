@@ -94,6 +94,32 @@ def test_writes_over_the_rows_of_others(problem, scaled):
   np.testing.assert_array_equal(filled.view(np.uint16), expected.view(np.uint16))
 
 
+def test_under_vmap_rows_are_written_over_one_by_one(problem):
+  rng, row, capacity = problem
+  tokens = rng.normal(size=(row.shape[0] * row.shape[1], 2, 16)).astype(np.float32)
+  before = rng.normal(size=(RANKS * capacity, 2, 16)).astype(np.float32)
+
+  def function(over_CXD, x_TXD, row_TK):
+    def one(over_CD, x_TD):
+      return place([x_TD], row_TK, over=[over_CD], capacity=capacity, tuning=TUNING)[0]
+
+    return jax.vmap(one, 1, 1)(over_CXD, x_TXD)
+
+  with interpreted():
+    filled = on_ranks(function, 3)(before, tokens, row.reshape(-1, row.shape[2]))
+  expected = before.reshape(RANKS, capacity, 2, 16).copy()
+  for rank, token, k in np.ndindex(row.shape):
+    if row[rank, token, k] >= 0:
+      expected[rank, row[rank, token, k]] = tokens.reshape(RANKS, -1, 2, 16)[rank, token]
+  np.testing.assert_array_equal(np.asarray(filled).reshape(expected.shape), expected)
+
+
+def test_no_tokens_leave_the_rows():
+  over = jnp.arange(32.0).reshape(2, 16)
+  (rows,) = place([jnp.zeros((0, 16))], jnp.zeros((0, 2), jnp.int32), capacity=2, over=[over])
+  np.testing.assert_array_equal(rows, over)
+
+
 def test_refuses_other_rows():
   tokens, row_TK = jnp.zeros((4, 16)), jnp.zeros((4, 1), jnp.int32)
   for over in ([jnp.zeros((7, 16))], [jnp.zeros((8, 16), jnp.bfloat16)], [jnp.zeros((8, 16))] * 2):

@@ -314,6 +314,24 @@ def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
     assert kernel_names(traced_for_gpus(apply, *arguments)) == FORWARD | PLANNING
 
 
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_vmap_lowers_for_gpus(node_size):
+  """Kernels that write over arrays too, in gradients and where collectives carry tokens."""
+  mesh = make_mesh(2)
+  config = dataclasses.replace(
+    ONE_ROUND, implementation="auto", node_size=node_size, domain_size=None
+  )
+  x, index, gate, weights = model_arguments("one token", mesh)
+  twice = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+  with jax.set_mesh(mesh), fake_devices.gpus():
+    gradient = gradients(functools.partial(uep.sharded_moe, config=config))
+    mapped = jax.jit(jax.vmap(gradient, (0, None, None, None)))
+    traced = mapped.trace(twice, index, gate, weights)
+    assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+  exchange = {"place"} if node_size == 1 else EXCHANGE
+  assert kernel_names(traced.jaxpr) == (LAYER - EXCHANGE) | PLANNING | exchange
+
+
 @pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])
 def test_experts_that_kernels_cannot_move_are_moved_portably(width, inner, dtype):
   mesh = make_mesh(4)

@@ -178,12 +178,45 @@ def test_pairs_of_ranks_take_any_number_of_steps(count, dtype):
   )
 
 
-def test_sums_of_bfloat16_are_rounded_once():
-  """Seven terms of half a unit each, all of which rounding one by one would lose."""
-  placement = jnp.array([[-1]] + [[0]] * 7, jnp.int32)
-  terms = jnp.full((RANKS, 1), 2.0**-8, jnp.float32)
+@pytest.mark.parametrize(("domain", "terms"), [(8, 7), (4, 3), (2, 1)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_sums_of_bfloat16_are_rounded_once(domain, terms, dtype, monkeypatch):
+  """Terms of half a unit each, all of which rounding one by one would lose; or wider ones."""
+  monkeypatch.setattr(turn_replicate, "_unwritten", of_nans)
+  small = 2.0**-8 if terms > 1 else 2.0**-8 + 2.0**-16  # a bfloat16 has the former alone
+  if terms == 1 and dtype == jnp.bfloat16:
+    small = 2.0**-7
+  expected = np.float32(1 + terms * small).astype(jnp.bfloat16)
+  placement = jnp.array(
+    [[-1 if g % domain == 0 else g // domain * domain * HOME] for g in range(8)]
+  )
+
+  def add(grads, homes, placement):
+    return turn_replicate.reduce_replicas(grads, homes, placement, "expert", domain)
+
   home = jnp.ones((16, 1), jnp.bfloat16)
-  got = shard(reduce_here, 2)(terms, home, placement)
-  expected = np.float32(1 + 7 * 2.0**-8).astype(jnp.bfloat16)
-  assert got.dtype == jnp.bfloat16 and np.asarray(got)[0, 0] == expected > 1
-  np.testing.assert_array_equal(got[1:], home[1:])
+  got = shard(add, 2)(jnp.full((RANKS, 1), small, dtype), home, placement.astype(jnp.int32))
+  first_R = np.asarray(got).reshape(8 // domain, -1)
+  assert got.dtype == jnp.bfloat16 and (first_R[:, 0] == expected).all() and expected > 1
+  np.testing.assert_array_equal(first_R[:, 1:], 1)
+
+
+def test_an_expert_without_a_copy_in_a_step_may_have_one_in_the_next(monkeypatch):
+  """What rounding left of it is not read before it is written."""
+  monkeypatch.setattr(turn_replicate, "_unwritten", of_nans)
+  # In the step of distance 1 only rank 3 copies; expert 0 has its first copy in the step after.
+  placement = jnp.array([[-1], [-1], [0], [4]], jnp.int32)
+
+  def add(grads, homes, placement):
+    return turn_replicate.reduce_replicas(grads, homes, placement, "expert", None)
+
+  four = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+  specs = P("expert"), P("expert"), P()
+  run = jax.jit(jax.shard_map(add, mesh=four, in_specs=specs, out_specs=P("expert")))
+  got = run(jnp.full((4, 1), 2.0, jnp.bfloat16), jnp.ones((8, 1), jnp.bfloat16), placement)
+  assert np.asarray(got, np.float32).reshape(-1).tolist() == [3, 1, 1, 1, 3, 1, 1, 1]
+
+
+def of_nans(shape, dtype, axes):
+  """Memory that was not written."""
+  return turn_replicate.to_varying(jnp.full(shape, jnp.nan, dtype), axes)

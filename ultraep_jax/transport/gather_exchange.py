@@ -37,9 +37,10 @@ class GatherCrossing(received.ToldCrossing):
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds hold anything."""
-    packed = wire.pack(x_TD, dtype)
+    packed, rows = wire.pack(x_TD, dtype), {"capacity": self.capacity, "dtype": x_TD.dtype}
+    if self.received_GTK.shape[0] == 1:
+      return self.placing.place(packed, self.row_AK, **rows)
     gathered = [lax.all_gather(array, self.axis_name, tiled=True) for array in packed]
-    rows = {"capacity": self.capacity, "dtype": x_TD.dtype}
 
     def own_first() -> Array:
       """A rank's own tokens get to their rows while those of others come."""
@@ -56,11 +57,13 @@ class GatherCrossing(received.ToldCrossing):
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""
-    if lax.axis_size(self.axis_name) == 2:
+    num_ranks, num_tokens, top_k = self.received_GTK.shape
+    if num_ranks == 2:
       return self._combine_two(rows_CD, gate_C)
     part_AD = local_rows.sums(rows_CD, gate_C, self.row_AK)
+    if num_ranks == 1:
+      return part_AD
     part_AD = lax.all_to_all(part_AD, self.axis_name, 0, 0, tiled=True)
-    num_ranks, num_tokens, top_k = self.received_GTK.shape
     part_GTD = part_AD.reshape(num_ranks, num_tokens, -1).astype(jnp.float32)
     leads_TK = block_exchange.leaders(self.dest_TK)[1]
     y_TD, token_T = jnp.zeros(part_GTD.shape[1:], jnp.float32), jnp.arange(num_tokens)

@@ -118,16 +118,18 @@ def _add(sums: _Sums, expert: Array, terms: Sequence[Array]) -> _Sums:
   begun = sums.begun_M[jnp.maximum(expert, 0)]
   totals, rests = [], []
   for total, rest, term in zip(sums.total, sums.rest, terms, strict=True):
-    if rest is None:
+    if rest is None and total.dtype in (jnp.float32, term.dtype):
       totals.append(_at(total, expert).add(term.astype(total.dtype), **_AT_MOST_ONE))
-    else:
-      index = jnp.maximum(expert, 0)
-      exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
+      rests.append(None)
+      continue
+    index = jnp.maximum(expert, 0)
+    exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
+    if rest is not None:
       exact += jnp.where(begun, rest[index], 0)
-      rounded = exact.astype(total.dtype)
-      totals.append(_set(total, rounded, expert))
-      rest = _set(rest, exact - rounded.astype(jnp.float32), expert)
-    rests.append(rest)
+    rounded = exact.astype(total.dtype)
+    totals.append(_set(total, rounded, expert))
+    left = exact - rounded.astype(jnp.float32)
+    rests.append(None if rest is None else _set(rest, left, expert))
   return _Sums(totals, rests, _set(sums.begun_M, jnp.bool_(True), expert))
 
 
@@ -139,8 +141,7 @@ def _at(array: Array, index: Array) -> Any:
 def _set(array: Array, value: Array, index: Array) -> Array:
   """The array with this at an index of its first axis; as it is where the index is −1.
 
-  A scatter, and as one XLA updates an array in one kernel; what it sees read and written by itself,
-  it copies between.
+  As a scatter this is one kernel. Of a slice that is read and written, XLA makes an array between.
   """
   return _at(array, index).set(value, **_AT_MOST_ONE)
 
