@@ -263,9 +263,9 @@ def shared_outside_barriers(jaxpr):
 
   for eqn in jaxpr.eqns:
     inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
-    # The call of a kernel is wrapped once, and once more if it updates arrays.
+    # The call of a kernel is wrapped once, and twice more if it updates arrays.
     calls = [call for body in inner for call in body.eqns if call.primitive.name == "mpmd_map"]
-    if eqn.primitive.name == "run_state":
+    if eqn.primitive.name == "custom_vmap_call":
       calls = [call for body in inner for call in kernels(body)]
     if not calls:
       yield from itertools.chain(*map(shared_outside_barriers, inner))
