@@ -37,20 +37,20 @@ class GatherCrossing(received.ToldCrossing):
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
     """Rows that no token feeds hold anything."""
-    packed, rows = wire.pack(x_TD, dtype), {"capacity": self.capacity, "dtype": x_TD.dtype}
+    packed, options = wire.pack(x_TD, dtype), {"capacity": self.capacity, "dtype": x_TD.dtype}
     if self.received_GTK.shape[0] == 1:
-      return self.placing.place(packed, self.row_AK, **rows)
+      return self.placing.place(packed, self.row_AK, **options)
     gathered = [lax.all_gather(array, self.axis_name, tiled=True) for array in packed]
 
     def own_first() -> Array:
       """A rank's own tokens get to their rows while those of others come."""
       rank, row_GTK = lax.axis_index(self.axis_name), self.received_GTK
-      own_CD = self.placing.by_kernel(packed, row_GTK[rank], **rows)
+      own_CD = self.placing.by_kernel(packed, row_GTK[rank], **options)
       other_AK = row_GTK.at[rank].set(-1).reshape(self.row_AK.shape)
-      return self.placing.by_kernel(gathered, other_AK, **rows, over_CD=own_CD)
+      return self.placing.by_kernel(gathered, other_AK, **options, over_CD=own_CD)
 
     # In plain JAX each would write all rows.
-    at_once = functools.partial(self.placing.place, gathered, self.row_AK, **rows)
+    at_once = functools.partial(self.placing.place, gathered, self.row_AK, **options)
     candidates = {"mosaic_gpu": own_first, "portable": at_once}
     return first_that_can(self.placing.implementations, candidates)
 

@@ -101,12 +101,12 @@ def reduce_replicas[T](
     passed = steps.pass_on([leaf[this.slot] for leaf in replicas], this, -1)
     return _add(sums, this.expert, passed)
 
-  # Of two ranks, an expert has one copy at most, and its sum is rounded once in any case.
+  # Of two ranks, an expert has one copy at most, and adding a term of its dtype rounds once.
   rests = [
     None
-    if leaf.dtype == jnp.float32 or steps.size <= 2
+    if leaf.dtype == jnp.float32 or (steps.size <= 2 and leaf.dtype == term.dtype)
     else _unwritten(leaf.shape, jnp.dtype(jnp.float32), axes)
-    for leaf in homes
+    for leaf, term in zip(homes, replicas, strict=True)
   ]
   sums = _Sums(homes, rests, to_varying(jnp.zeros(num_home, jnp.bool_), axes))
   # Always a loop: of branches XLA:CPU copies all homes' gradients.
@@ -118,18 +118,16 @@ def _add(sums: _Sums, expert: Array, terms: Sequence[Array]) -> _Sums:
   begun = sums.begun_M[jnp.maximum(expert, 0)]
   totals, rests = [], []
   for total, rest, term in zip(sums.total, sums.rest, terms, strict=True):
-    if rest is None and total.dtype in (jnp.float32, term.dtype):
+    if rest is None:
       totals.append(_at(total, expert).add(term.astype(total.dtype), **_AT_MOST_ONE))
-      rests.append(None)
-      continue
-    index = jnp.maximum(expert, 0)
-    exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
-    if rest is not None:
-      exact += jnp.where(begun, rest[index], 0)
-    rounded = exact.astype(total.dtype)
-    totals.append(_set(total, rounded, expert))
-    left = exact - rounded.astype(jnp.float32)
-    rests.append(None if rest is None else _set(rest, left, expert))
+    else:
+      index = jnp.maximum(expert, 0)
+      exact = total[index].astype(jnp.float32) + term.astype(jnp.float32)
+      exact += jnp.where(begun, rest[index], -0.0)  # nothing, to a zero of either sign
+      rounded = exact.astype(total.dtype)
+      totals.append(_set(total, rounded, expert))
+      rest = _set(rest, exact - rounded.astype(jnp.float32), expert)
+    rests.append(rest)
   return _Sums(totals, rests, _set(sums.begun_M, jnp.bool_(True), expert))
 
 
