@@ -117,7 +117,8 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   """Raises unless an activation suits the experts, keeps shapes and needs its arguments alone.
 
   Raises:
-    TypeError: not a function, one of another number of arguments, or one that returns no floats.
+    TypeError: not a function, one without a hash or of another number of arguments, or one that
+      returns no floats.
     ValueError: it closes over a traced array, for which there would be no gradient, or returns
       another shape.
   """
@@ -125,6 +126,11 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   function = activation.function if gated else activation
   if not callable(function):
     raise TypeError(f"activation: expected a function, got {type(function).__name__}")
+  try:
+    hash(function)
+  except TypeError:
+    name = type(function).__name__
+    raise TypeError(f"activation: expected a function with a hash, got {name} without") from None
   if gated and layout is Layout.UNGATED:
     raise TypeError("activation: expected a function of one argument (ungated), got a GatedUnit")
   arguments = [jax.ShapeDtypeStruct(shape, jnp.float32 if gated else dtype)] * (2 if gated else 1)

@@ -35,6 +35,15 @@ from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.checks import check_activation, check_weights
 from ultraep_jax.types import Layout
 
+
+class Unhashable:
+  def __eq__(self, other):
+    return True
+
+  def __call__(self, x):
+    return x
+
+
 # What clamps in small layers, whose projections are about 1.
 CLAMPED = activations.clamped_swiglu(limit=0.7)
 # Each form with all of these; their other combinations are those of test_moe.
@@ -288,6 +297,7 @@ def test_functions_that_are_taken(kind, key):
       r"activation: expected a function of one argument \(ungated\), got a GatedUnit",
     ),
     (lambda: 1, "apart", TypeError, "activation: expected a function of one argument"),
+    (Unhashable(), "apart", TypeError, "expected a function with a hash, got Unhashable without"),
     (
       uep.GatedUnit(lambda gate, up: gate[:, ::2]),
       "apart",

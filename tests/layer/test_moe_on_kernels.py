@@ -179,11 +179,9 @@ def test_equal_kernels_are_compiled_once(two_layers):
   distinct = {id(call): call for call in calls}.values()
   names = [kernel.params["name"] for kernel in distinct]
   assert len(calls) > 50
-  # Those that a transfer rides in are made anew in each layer.
-  once = {kernel.params["name"] for kernel in distinct if count[id(kernel)] == 1}
-  assert once == RIDDEN
-  alone = [x for x in distinct if x.params["name"] in RIDDEN and not reaches_others(x)]
-  assert alone and all(count[id(kernel)] > 1 for kernel in alone)
+  ridden = [x for x in distinct if x.params["name"] in RIDDEN and reaches_others(x)]
+  assert {x.params["name"] for x in ridden} == RIDDEN  # those that a transfer rides in, too
+  assert min(count.values()) > 1
   assert names.count("dispatch") == names.count("route_rows") == 1
   assert names.count("combine") == 2  # with gates, and without
   assert len(distinct) <= len(calls) // 2

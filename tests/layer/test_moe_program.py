@@ -126,6 +126,26 @@ def test_exchanges_wait_for_loops_of_others():
     assert not list(unordered_loops(text, opcode))
 
 
+def test_layers_alike_are_lowered_once():
+  """Else each layer that is not in a scan has kernels of its own to compile, for a minute."""
+  problem = make_problem(make_mesh(2))
+  run = layer(problem, CONFIG)
+
+  def program_size(layers):
+    def loss(x, gate, weights):
+      for _ in range(layers):
+        x = x + run(x, problem.expert_index, gate, weights)[0]
+      return jnp.sum(x)
+
+    args = problem.x, problem.gate, problem.weights
+    with jax.set_mesh(problem.mesh):
+      return len(jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).as_text())
+
+  # What a layer adds: its plan, routes and statistics. The last one's gradients come from a sum.
+  two, six = program_size(2), program_size(6)
+  assert six < 2 * two
+
+
 def by_history(module, ranks, config):
   state = module.init(EXPERTS, ranks, config)
   return module.planner(module.update(state, jnp.arange(EXPERTS, dtype=jnp.int32), config))

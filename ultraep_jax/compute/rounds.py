@@ -81,15 +81,25 @@ class _Grads(NamedTuple):
   home: ExpertWeights
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def experts_on_tokens(
   static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
 ) -> Array:
   """``[T, D]``, each token's experts' outputs weighted by its gates.
 
+  A function of its own in the program: layers alike, not in a scan, have one. JAX then lowers
+  their kernels once and XLA compiles them once, which takes a minute.
+
   Where the number of rounds is not known while tracing, the host reads it, and waits. It does so
   behind the first round, so that the launches of that round never wait.
   """
+  return _experts_on_tokens(static, x_TD, gate_TK, weights, routing)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts_on_tokens(
+  static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
+) -> Array:
   static = static._replace(capacity=static.transient_capacity)
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
@@ -163,7 +173,7 @@ def _backward(
   return total.x_TD, total.gate_TK, weight_grads, None
 
 
-experts_on_tokens.defvjp(_forward, _backward)
+_experts_on_tokens.defvjp(_forward, _backward)
 
 
 def assignments_apart(
