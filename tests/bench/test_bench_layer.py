@@ -16,6 +16,7 @@ from ultraep_jax import testing
 from ultraep_jax.bench.layer import command as layer
 from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer import plot as layer_plot
+from ultraep_jax.bench.layer import times as layer_times
 from ultraep_jax.bench.layer.problem import Arrays, Problem, Shape, histories, make_loads
 from ultraep_jax.bench.layer.variants import SLACK, VARIANTS, bound, capacity, config_of, planned
 from ultraep_jax.config import BalanceConfig
@@ -66,6 +67,25 @@ def test_history_is_that_of_the_window_before():
   assert (replica_NGS[0] >= 0).any()
   np.testing.assert_array_equal(replica_NGS[0], replica_NGS[2])  # until three more are seen
   assert (replica_NGS[3] != replica_NGS[0]).any()
+
+
+def test_check_compares_balanced_variants(capsys, monkeypatch):
+  args = arguments(variants=["none", "quota", "nodes", "portable"])
+  mesh = jax.make_mesh((2,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  (problem,) = layer.make_problems(mesh, [1.5], args).values()
+  layer_times.check(mesh, "a shape", 1.5, problem, args)
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split(":")[0] for line in lines] == ["a shape 1.5 quota", "a shape 1.5 nodes"]
+
+  def wrong_as_nodes(variant, *others):
+    apply = layer_of(variant, *others)
+    return lambda *xs: (apply(*xs)[0] * (1.02 if variant == "nodes" else 1), None)
+
+  layer_of = layer_times.layer
+  monkeypatch.setattr(layer_times, "layer", wrong_as_nodes)
+  args.variants = ["nodes"]
+  with pytest.raises(AssertionError, match="nodes"):
+    layer_times.check(mesh, "a shape", 1.5, problem, args)
 
 
 def test_bound_holds_and_is_reached_on_flat_loads():

@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--profile", action="store_true", help="times by kind of kernel, from a trace"
   )
-  parser.add_argument("--check", action="store_true", help="compare with the portable layer first")
+  parser.add_argument(
+    "--check", action="store_true", help="compare balanced variants with the portable layer first"
+  )
   parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
   parser.add_argument("--plot", type=pathlib.Path, help="draw times over those of ideal")
   parser.add_argument(
