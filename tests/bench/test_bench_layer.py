@@ -164,10 +164,23 @@ def test_figure_has_the_times_over_ideal():
     layer_plot.draw([row | {"of_ideal": None} for row in rows])
 
 
-def test_figure_without_ideal_is_refused_before_measuring(capsys):
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (
+      "--plot times.png --variants none quota",
+      "--plot: expected ideal and others among --variants",
+    ),
+    (
+      "--check --variants none ideal portable",
+      "--check: expected a balanced one among --variants",
+    ),
+  ],
+)
+def test_variants_that_do_not_suffice_are_refused_before_measuring(flags, message, capsys):
   with pytest.raises(SystemExit, match="2"):
-    layer.main(f"{FLAGS} --plot times.png --variants none quota".split())
-  assert "--plot: expected ideal and others among --variants" in capsys.readouterr().err
+    layer.main(f"{FLAGS} {flags}".split())
+  assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

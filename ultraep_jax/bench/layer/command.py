@@ -26,7 +26,7 @@ import jax
 from ultraep_jax.bench.layer import plot as layer_plot
 from ultraep_jax.bench.layer import tables as layer_tables
 from ultraep_jax.bench.layer.problem import AXIS, LARGE, LOADS, SHAPES, Arrays, Problem, scaled
-from ultraep_jax.bench.layer.times import Case, Programs, check, measure
+from ultraep_jax.bench.layer.times import Case, Programs, check, checked, measure
 from ultraep_jax.bench.layer.variants import ELSEWHERE, VARIANTS
 from ultraep_jax.bench.machine import devices
 from ultraep_jax.config import Implementation
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   check_output(args.plot)
   if args.plot and not {"ideal"} < set(args.variants):
     parser.error("--plot: expected ideal and others among --variants, got " + str(args.variants))
+  if args.check and not checked(args.variants):
+    parser.error("--check: expected a balanced one among --variants, got " + str(args.variants))
   if args.plot and importlib.util.find_spec("matplotlib") is None:
     parser.error("--plot: expected Matplotlib, got none: pip install 'ultraep-jax[paper]'")
   return processes.run(run, args)
