@@ -171,6 +171,7 @@ def measured_moe(
     placing,
     multiplying,
     config.dispatch_dtype,
+    config.batch_invariant,
     implementation.resolve_tunings(config.device, (*exchanging, *placing, *multiplying)),
   )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum

@@ -22,18 +22,19 @@ from pallas_kernels.planner import tables as plan_tables
 from pallas_kernels.planner.tables import (
   PROBES,
   Outcome,
-  Parts,
   Placement,
   Problem,
   Tables,
   of_ranks,
 )
 from pallas_kernels.support import Array
-from pallas_kernels.warp.branches import when
+from pallas_kernels.warp.branches import one_if, when
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
   THREADS,
+  any_of_warp,
+  ceil_div,
   divide,
   each_piece,
   lookup,
@@ -41,6 +42,7 @@ from pallas_kernels.warp.warps import (
   over,
   store,
   thread_index,
+  warp_max,
   warp_sum,
   where,
 )
@@ -92,37 +94,57 @@ def kernel(
   def placement(candidate: Array) -> Placement:
     return Placement(slots_ref, (index * PROBES + candidate) * problem.placement)
 
-  def report(outcome: Outcome, goal: Array) -> None:
-    value = jnp.maximum(outcome.busiest, goal)
-    above = value * 0
-    if problem.by_time:
-      copy_rows, capacity, link_rows = (lookup(cost_ref, value * 0 + i) for i in range(3))
-      above = ones(outcome.busiest > capacity)
-      value = jnp.maximum(value, _saturating_mul(outcome.copies, link_rows))
-      value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
-    _report((above, value), outcome, table.best, report_ref, index, problem)
+  load = of_ranks(table.rank_load, 0, problem)
+  total, busiest = over(warp_sum, load), over(warp_max, load)
+  goal = _goal(total, problem)
 
-  def total_and_goal() -> tuple[Parts, Array, Array]:
-    load = of_ranks(table.rank_load, 0, problem)
-    total = over(warp_sum, load)
-    return load, total, _goal(total, problem)
+  def report(outcome: Outcome) -> None:
+    values = _values(outcome, goal, cost_ref, problem)
+    _report(values, outcome, table.best, report_ref, index, problem)
 
-  if problem.probe_blocks:
+  def report_nothing() -> None:
+    zeros = [part * 0 for part in load]
+    report(Outcome(busiest, busiest * 0, busiest * 0, zeros))
 
-    @when(block < problem.probe_blocks)
-    def _() -> None:
-      plan_tables.sort(table, domain, problem)
-      load, total, goal = total_and_goal()
-      probe = greedy.choose_probe(load, total, goal, block, steps_ref, cost_ref, problem)
-      report(greedy.run(table, probe, placement(warp), problem), goal)
+  def report_one_of_probes() -> None:
+    plan_tables.sort(table, domain, problem)
+    probe = greedy.choose_probe(load, total, goal, block, steps_ref, cost_ref, problem)
+    report(greedy.run(table, probe, placement(warp), problem))
 
-  if problem.constructs:
+  def report_construction() -> None:
+    first = placement(warp * 0)  # the block's warps make one placement, and report the same
+    report(plan_exact.construct(table, total, domain, first, problem))
 
-    @when(block == problem.probe_blocks)
-    def _() -> None:
-      _, total, goal = total_and_goal()
-      first = placement(warp * 0)  # the block's warps make one placement, and report the same
-      report(plan_exact.construct(table, total, domain, first, problem), goal)
+  if not problem.searches:
+    report_construction()
+    return
+  searching = one_if(_may_gain(busiest, total, goal, cost_ref, problem))
+  constructing = one_if(block == problem.probe_blocks)
+  makers = [report_nothing, report_one_of_probes, report_construction]
+  lax.switch(searching * (1 + constructing), makers[: 2 + problem.constructs])
+
+
+def _values(outcome: Outcome, goal: Array, cost_ref: Any, problem: Problem) -> tuple[Array, Array]:
+  """Whether a second round is needed, and the cost."""
+  value = jnp.maximum(outcome.busiest, goal)
+  if not problem.by_time:
+    return value * 0, value
+  copy_rows, capacity, link_rows = (lookup(cost_ref, value * 0 + i) for i in range(3))
+  value = jnp.maximum(value, _saturating_mul(outcome.copies, link_rows))
+  value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
+  return ones(outcome.busiest > capacity), value
+
+
+def _may_gain(busiest: Array, total: Array, goal: Array, cost_ref: Any, problem: Problem) -> Array:
+  """Whether a candidate with copies could be better than doing nothing.
+
+  As ``may_gain`` in ``ultraep_jax/planning/search.py``, of one domain.
+  """
+  zero = busiest * 0
+  mean = ceil_div(total, problem.domain_size)
+  above, nothing = _values(Outcome(busiest, zero, zero, []), goal, cost_ref, problem)
+  _, least = _values(Outcome(mean, zero + 1, zero + 1, []), goal, cost_ref, problem)
+  return any_of_warp(above + ones(nothing > least))
 
 
 def _goal(total: Array, problem: Problem) -> Array:

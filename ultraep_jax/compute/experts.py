@@ -48,6 +48,7 @@ def expert_forward(
   activation: Activation,
   *,
   keep_hidden: bool = True,
+  batch_invariant: bool = False,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
 ) -> ExpertOutput:
@@ -63,6 +64,7 @@ def expert_forward(
     group_size_P: rows per slot.
     activation: what is between the matrices.
     keep_hidden: return the projections too, which a kernel can otherwise leave unwritten.
+    batch_invariant: as in ``grouped_matmul``.
     implementations: of the matmuls, to try in order.
     tunings: how kernels are laid out.
   """
@@ -70,7 +72,7 @@ def expert_forward(
   # An activation or a shape that the fused kernel lacks may still suit the plain matmul's.
   candidates = {
     "mosaic_gpu": lambda: _by_kernels(*arguments, keep_hidden, tunings),
-    "portable": lambda: _one_by_one(*arguments, implementations, tunings),
+    "portable": lambda: _one_by_one(*arguments, batch_invariant, implementations, tunings),
   }
   out_CD, hidden, copies = first_that_can((*implementations, "portable"), candidates)
   return ExpertOutput(out_CD, hidden if keep_hidden else None, copies)
@@ -139,11 +141,16 @@ def _one_by_one(
   replicas: Replicas,
   group_size_P: Array,
   activation: Activation,
+  batch_invariant: bool,
   implementations: Implementations,
   tunings: Tunings,
 ) -> tuple[Array, Hidden, ExpertWeights]:
   matmul = functools.partial(
-    grouped_matmul, group_size_P=group_size_P, implementations=implementations, tunings=tunings
+    grouped_matmul,
+    group_size_P=group_size_P,
+    batch_invariant=batch_invariant,
+    implementations=implementations,
+    tunings=tunings,
   )
   copies = replicas.copies()
   weights = zip(home.projections, copies.projections, strict=True)

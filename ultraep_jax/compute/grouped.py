@@ -30,6 +30,7 @@ def grouped_matmul(
   *,
   transpose_rhs: bool = False,
   bias: Bias = None,
+  batch_invariant: bool = False,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
 ) -> Array:
@@ -42,6 +43,7 @@ def grouped_matmul(
     group_size_P: ``[M + S]`` int32, rows per slot; the sum is at most C.
     transpose_rhs: multiply by the transposed weights (the gradient to the rows).
     bias: ``[M, N]`` and ``[S, N]``, added before the sums are rounded.
+    batch_invariant: a row's bits do not depend on what other rows there are.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
 
@@ -59,7 +61,9 @@ def grouped_matmul(
     "mosaic_gpu": lambda: kernels.grouped_matmul(
       *arguments[:4], transpose_rhs=transpose_rhs, bias=bias, tuning=tuning
     ),
-    "portable": lambda: tile_matmul.matmul(*arguments, bias),
+    "portable": lambda: tile_matmul.matmul(
+      *arguments, bias, together=_by_host() and not batch_invariant
+    ),
   }
   return first_that_can(implementations, candidates)
 
@@ -122,7 +126,7 @@ def wgrad_beside(
     return kernels.wgrad_beside(transfer, *arguments, **options)
 
   def portable() -> tuple[tuple[Array, Array], Any]:
-    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN)
+    home_MKN, replica_SKN = tile_matmul.wgrad(*arguments, into_MKN, together=_by_host())
     grads = _rounded(home_MKN, dtype), _rounded(replica_SKN, dtype)
     return grads, transfer and transfer.launch()
 
@@ -230,6 +234,11 @@ def slot_sums(
   home_MKN, replica_SKN = wgrad_beside(None, *arguments, dtype=dtype)[0]
   home_MN = home_MKN[:, 0] if into_MN is None else into_MN + home_MKN[:, 0]
   return home_MN, replica_SKN[:, 0]
+
+
+def _by_host() -> bool:
+  """Whether a host launches every turn of a loop: then fewer turns are faster."""
+  return kernels.device().platform == "gpu"
 
 
 def _rounded(array: Array, dtype: DTypeLike) -> Array:

@@ -43,6 +43,7 @@ class Static(NamedTuple):
   placing: Implementations
   multiplying: Implementations
   dispatch_dtype: DispatchDtype | None
+  batch_invariant: bool
   tunings: Tunings
 
 
@@ -287,6 +288,7 @@ def _run_round(
     _round_sizes(static, routing, index),
     static.activation,
     keep_hidden=keep_hidden,
+    batch_invariant=static.batch_invariant,
     implementations=static.multiplying,
     tunings=static.tunings,
   )

@@ -1,7 +1,8 @@
 """Grouped matmul in plain JAX, right on every backend: a loop over tiles of rows.
 
 One matmul per tile, each by the weights of its slot; measured, it beats what XLA makes of
-``lax.ragged_dot`` on GPUs and CPUs. It is under ``jit``: layers of the same sizes trace it once.
+``lax.ragged_dot`` on GPUs and CPUs. On GPUs the first tiles of home slots are one product
+(``first_tiles.py``). It is under ``jit``: layers of the same sizes trace it once.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ultraep_jax.compute import first_tiles
 from ultraep_jax.mesh import to_varying, varying_axes
 from ultraep_jax.types import Array
 
@@ -23,26 +25,36 @@ def matmul(
   group_size_P: Array,
   transpose_rhs: bool,
   bias: tuple[Array, Array] | None = None,
+  *,
+  together: bool = False,
 ) -> Array:
-  """As ``grouped.grouped_matmul``; unused rows are zero."""
+  """As ``grouped.grouped_matmul``; unused rows are zero.
+
+  ``together``: the first tiles of home slots are one product. The bits of a row then depend on
+  which tile it is in.
+  """
   home_bias, replica_bias = bias or (None, None)
   # jaxlib 0.11.2 crashes as it compiles this if an operand is empty.
   replica = (replica_SKN, replica_bias) if replica_SKN.shape[0] else None
-  return _matmul(rows_CK, (home_MKN, home_bias), replica, group_size_P, transpose_rhs)
+  return _matmul(rows_CK, (home_MKN, home_bias), replica, group_size_P, transpose_rhs, together)
 
 
-@functools.partial(jax.jit, static_argnames="transpose_rhs")
+@functools.partial(jax.jit, static_argnames=("transpose_rhs", "together"))
 def _matmul(
   rows_CK: Array,
   home: tuple[Array, Array | None],
   replica: tuple[Array, Array | None] | None,
   group_size_P: Array,
   transpose_rhs: bool,
+  together: bool,
 ) -> Array:
-  tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
-  axes = varying_axes(rows_CK, home, replica, group_size_P)
   num_home, contract = home[0].shape[0], 1 if transpose_rhs else 0
-  out_CN = jnp.zeros((rows_CK.shape[0], home[0].shape[2 - contract]), rows_CK.dtype)
+  tiles = _Tiles.of(rows_CK.shape[0], group_size_P, num_home if together else 0)
+  axes = varying_axes(rows_CK, home, replica, group_size_P)
+  if together:
+    out_CN = first_tiles.matmul(rows_CK, *home, group_size_P, tiles.rows, transpose_rhs)
+  else:
+    out_CN = jnp.zeros((rows_CK.shape[0], home[0].shape[2 - contract]), rows_CK.dtype)
 
   def multiply(
     weights: Array, bias_PN: Array | None, first_slot: int
@@ -71,16 +83,21 @@ def _matmul(
   return out_CN
 
 
-@functools.partial(jax.jit, static_argnames="num_home")
+@functools.partial(jax.jit, static_argnames=("num_home", "together"))
 def wgrad(
   rows_CK: Array,
   grad_CN: Array,
   group_size_P: Array,
   num_home: int,
   into_MKN: Array | None = None,
+  *,
+  together: bool = False,
 ) -> tuple[Array, Array]:
-  """As ``grouped.wgrad_beside``, in float32; a replica slot without rows has zero gradient."""
-  tiles = _Tiles.of(rows_CK.shape[0], group_size_P)
+  """As ``grouped.wgrad_beside``, in float32; a replica slot without rows has zero gradient.
+
+  ``together``: as in ``matmul``.
+  """
+  tiles = _Tiles.of(rows_CK.shape[0], group_size_P, num_home if together else 0)
   axes = varying_axes(rows_CK, grad_CN, group_size_P)
 
   def accumulate(first_slot: int) -> Callable[[Array, Array], Array]:
@@ -102,8 +119,13 @@ def wgrad(
 
   num_replica = group_size_P.shape[0] - num_home
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
-  into_MKN = zeros(num_home) if into_MKN is None else into_MKN.astype(jnp.float32)
-  home_MKN = to_varying(into_MKN, axes)
+  if together:
+    home_MKN = first_tiles.wgrad(rows_CK, grad_CN, group_size_P, num_home, tiles.rows)
+  else:
+    home_MKN = zeros(num_home)
+  if into_MKN is not None:
+    home_MKN += into_MKN.astype(jnp.float32)
+  home_MKN = to_varying(home_MKN, axes)
   home_MKN = lax.fori_loop(jnp.int32(0), home_tiles, accumulate(0), home_MKN)
   replica_SKN = zeros(num_replica)
   if num_replica:
@@ -122,10 +144,17 @@ class _Tiles:
   end_P: Array  # running count of tiles
 
   @classmethod
-  def of(cls, capacity: int, group_size_P: Array) -> "_Tiles":
-    rows = tile_rows(capacity, group_size_P.shape[0])
-    end_P = jnp.cumsum(-(-group_size_P // rows), dtype=jnp.int32)
+  def of(cls, capacity: int, group_size_P: Array, num_together: int) -> "_Tiles":
+    """Those of all groups, but for the first ones of so many groups."""
+    num_slots = group_size_P.shape[0]
     start_P = jnp.cumsum(group_size_P, dtype=jnp.int32) - group_size_P
+    rows = tile_rows(capacity, num_slots)
+    if num_together:
+      rows = first_tiles.tile_rows(capacity, num_together)
+      first_P = jnp.where(jnp.arange(num_slots) < num_together, rows, 0).astype(jnp.int32)
+      first_P = jnp.minimum(first_P, group_size_P)
+      start_P, group_size_P = start_P + first_P, group_size_P - first_P
+    end_P = jnp.cumsum(-(-group_size_P // rows), dtype=jnp.int32)
     return cls(rows, capacity, start_P, group_size_P, end_P)
 
   def locate(self, i: Array) -> tuple[Array, Array, Array]:

@@ -24,7 +24,7 @@ from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.planning import exact, fit
 from ultraep_jax.planning.integers import INT32_MAX
 from ultraep_jax.planning.relay import transfer_tree
-from ultraep_jax.planning.search import Setup, best_placement
+from ultraep_jax.planning.search import Setup, best_placement, may_gain
 from ultraep_jax.types import Array, Plan, PlanCost
 
 
@@ -191,15 +191,26 @@ def _plan(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
   domains, per_rank = num_ranks // setup.domain_size, num_experts // num_ranks
   load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
   load_NRM = load_E.reshape(domains, setup.domain_size, per_rank)
+
+  def no_copies() -> Plan:
+    # Made from the load, these vary over the same mesh axes, as branches inside shard_map must.
+    zero_GS = jnp.broadcast_to(load_E[0] * 0, (num_ranks, setup.num_slots))
+    none_GS = zero_GS - 1
+    return Plan(none_GS, _quota(load_E, num_ranks, none_GS, zero_GS), none_GS)
+
+  def planned(expert_NRS: Array, tokens_NRS: Array) -> Plan:
+    slots = join_domains(expert_NRS, per_rank), join_domains(tokens_NRS)
+    return plan_slots(load_E, *slots, setup.transfer)
+
   if setup.num_slots == 0 or setup.domain_size == 1:
-    expert_NRS = jnp.full((domains, setup.domain_size, setup.num_slots), -1, jnp.int32)
-    tokens_NRS = jnp.zeros_like(expert_NRS)
-  elif not setup.searches:
-    _, expert_NRS, tokens_NRS = exact.construct(load_NRM, setup.num_slots, setup.count_copies)
-  else:
-    expert_NRS, tokens_NRS = best_placement(load_NRM, setup, cost)
-  return plan_slots(
-    load_E, join_domains(expert_NRS, per_rank), join_domains(tokens_NRS), setup.transfer
+    return no_copies()
+  if not setup.searches:
+    return planned(*exact.construct(load_NRM, setup.num_slots, setup.count_copies)[1:])
+  # The loops of a search make a GPU's host wait many times.
+  return lax.cond(
+    may_gain(load_NRM, setup, cost),
+    lambda: planned(*best_placement(load_NRM, setup, cost)),
+    no_copies,
   )
 
 

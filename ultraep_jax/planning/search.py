@@ -47,6 +47,24 @@ class Setup(NamedTuple):
     return self.transfer == "direct"
 
 
+def may_gain(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> Array:
+  """``[]`` bool: whether a candidate with copies could be better than doing nothing.
+
+  Its busiest rank has the mean or more, and makes or sends a copy.
+  """
+  load_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
+  total_N, busiest_N = jnp.sum(load_NR, axis=-1, dtype=jnp.int32), jnp.max(load_NR, axis=-1)
+  goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
+  least_N = jnp.maximum(ceil_div(total_N, setup.domain_size), goal_N)
+  nothing_N = jnp.maximum(busiest_N, goal_N)
+  if cost is None:
+    return jnp.any(nothing_N > least_N)
+  one_N = jnp.ones_like(least_N)
+  least_N = jnp.maximum(least_N, saturating_mul(one_N, cost.link_rows))
+  least_N = saturating_add(least_N, saturating_mul(one_N, cost.copy_rows))
+  return jnp.any((nothing_N > least_N) | (busiest_N > cost.capacity_rows))
+
+
 def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tuple[Array, Array]:
   """Experts and tokens of the slots, ``[N, R, S]``, of each domain's best candidate."""
   domains, size, per_rank = load_NRM.shape
