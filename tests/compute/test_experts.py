@@ -7,41 +7,12 @@ import numpy as np
 import pytest
 from grouped_rows import widths
 from mosaic_interpret import interpreted
+from slots import HOME, REPLICA, SIZES, C, D, F, normal, poison, reference
 
 from ultraep_jax.compute import experts, grouped
 from ultraep_jax.types import ExpertWeights, Layout
 
 pytestmark = pytest.mark.usefixtures("optimized")
-
-C, D, F, HOME, REPLICA = 40, 6, 10, 3, 2
-
-# Borders anywhere, empty groups, nothing at all, everything in one slot, a full buffer.
-SIZES = [
-  [7, 0, 13, 5, 1],
-  [0, 0, 0, 0, 0],
-  [40, 0, 0, 0, 0],
-  [0, 0, 0, 0, 40],
-  [1, 1, 1, 1, 1],
-  [9, 9, 9, 9, 4],
-  [0, 31, 0, 0, 2],
-]
-
-
-def normal(rng, *shape):
-  return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-
-def reference(rows, weights, sizes):
-  out = np.zeros((rows.shape[0], weights.shape[2]))
-  end = np.cumsum(sizes)
-  for slot, size in enumerate(sizes):
-    span = slice(end[slot] - size, end[slot])
-    out[span] = np.asarray(rows[span], np.float64) @ np.asarray(weights[slot], np.float64)
-  return out
-
-
-def poison(rows, sizes):
-  return rows.at[sum(sizes) :].set(jnp.nan)
 
 
 @pytest.mark.parametrize("capacity", [40, 41, 300])

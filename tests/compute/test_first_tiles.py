@@ -16,7 +16,7 @@ from layer_problems import (
   relative_error,
   value_and_grads,
 )
-from test_experts import HOME, REPLICA, SIZES, C, D, F, normal, poison, reference
+from slots import HOME, REPLICA, SIZES, C, D, F, normal, poison, reference
 
 import ultraep_jax as uep
 from ultraep_jax.compute import first_tiles, grouped, tile_matmul

@@ -122,7 +122,10 @@ def test_a_shape_is_near_what_the_others_say(left_out):
     ("NVIDIA H205", None),  # another part, not an H20
     ("NVIDIA GB2000", None),
     ("NVIDIA GB200", "gb200"),
-    ("NVIDIA A100-SXM4-80GB", None),
+    ("NVIDIA A100-SXM4-80GB", "a100"),
+    ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+    ("NVIDIA A100 80GB PCIe", "a100_pcie"),
+    ("NVIDIA A10", None),
     ("cpu", None),
     ("TPU v5", None),
   ],
@@ -134,7 +137,7 @@ def test_a_kind_of_device_has_its_description(kind, name):
 
 @pytest.mark.parametrize(
   ("kind", "platform", "name"),
-  [("NVIDIA H20", "gpu", "h20"), ("NVIDIA A100", "gpu", "h200"), ("TPU v5", "tpu", None)],
+  [("NVIDIA H20", "gpu", "h20"), ("NVIDIA L40S", "gpu", "h200"), ("TPU v5", "tpu", None)],
 )
 def test_the_mesh_says_which_devices_count(kind, platform, name):
   device = AbstractDevice(kind, None, platform)

@@ -98,6 +98,16 @@ def test_equals_the_portable_planner(name):
   check()
 
 
+@pytest.mark.parametrize("slots", [1, 2])  # 2 suffice: one block constructs
+@pytest.mark.parametrize("busy, copies", [(110, 0), (150, 0), (151, 1)])
+def test_nothing_is_searched_where_no_copy_can_gain(slots, busy, copies):
+  """A copy costs 50 rows beyond the mean of 100."""
+  fixed, _ = setup(2, 4, slots, {"objective": "time"})
+  load_GE = load_matrix([busy - 40, 40, 200 - busy, 0], 2)
+  plan = assert_equal_plans(load_GE, fixed, PlanCost(*map(jnp.int32, (50, 1000, 0))))
+  assert int((plan.replica_expert >= 0).sum()) == copies
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_the_portable_planner_on_more_ranks_than_lanes(seed):

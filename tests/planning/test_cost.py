@@ -58,15 +58,16 @@ def test_copies_alone_cost_all_of_their_time():
   # In float32 experts are multiplied in plain JAX, and no kernel hides their copies.
   kernels, portable = (cost_on(half, F32, experts(4096, 1536), 1, moving=m) for m in (True, False))
   size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
-  assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + 512)
+  slot = 512 + 3 * H200.portable["tile_seconds"] / row
+  assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + slot)
   assert kernels.plan.link_rows == 0
-  assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + 512)
+  assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + slot)
 
 
 @pytest.mark.parametrize("direction, work", [("forward", 1), ("backward", 2)])
-def test_a_slot_is_half_a_tile_and_its_weights(direction, work):
+def test_a_slot_is_half_a_tile_its_launches_and_its_weights(direction, work):
   """Backward multiplies twice as much, reads the weights and writes their gradients."""
-  device = H200.replace("test", matmul_tile=64.0, weights_exposed=0.25)
+  device = H200.replace("test", matmul_tile=64.0, weights_exposed=0.25, tile_seconds=1e-4)
   for matrices in (2, 3):
     size = matrices * 2048 * 1024
     row = work * 2 * size / device.matmul_rate(2048, 1024, backward=work == 2)
@@ -74,19 +75,34 @@ def test_a_slot_is_half_a_tile_and_its_weights(direction, work):
     shape = 2048, 1024, direction, matrices
     assert costs.row_seconds(device, *shape) == pytest.approx(row)
     assert costs.reading_seconds(device, *shape) == pytest.approx(reading)
-    assert costs.slot_seconds(device, *shape) == pytest.approx(32 * row + reading)
+    assert costs.slot_seconds(device, *shape) == pytest.approx(
+      32 * row + work * matrices * 1e-4 + reading
+    )
 
 
 def test_the_config_decides():
   args = BF16, experts(4096, 1536), 1000
   assert layer_cost(*args, TIME) == LayerCost(PlanCost(0, 1000), 0)  # a CPU: nothing is known
   described = dataclasses.replace(TIME, device=H200)
-  assert layer_cost(*args, described) == cost_on(H200, *args, moving=False, multiplying=False)
+  without = {"moving": False, "multiplying": False, "planning": False}
+  assert layer_cost(*args, described) == cost_on(H200, *args, **without)
   on_kernels = dataclasses.replace(described, implementation="mosaic_gpu")
   assert layer_cost(*args, on_kernels) == cost_on(H200, *args)
   given = dataclasses.replace(on_kernels, copy_rows=7)
   assert layer_cost(*args, given).plan == PlanCost(7, 1000)  # and nothing else
   assert layer_cost(*args, dataclasses.replace(TIME, copy_rows=7)).plan.copy_rows == 7
+
+
+def test_a_plan_without_a_kernel_costs_its_search_and_more_among_more_ranks():
+  args = H200, BF16, experts(4096, 1536), 1000
+  row = costs.row_seconds(H200, 4096, 1536)
+  cost = cost_on(*args, planning=False)
+  assert cost.fixed_rows == round(H200.portable["balance_seconds"] / row)
+  assert cost.fixed_rows > 5 * cost_on(*args).fixed_rows
+  among = cost_on(*args, planning=False, domain=10)
+  more = round(8 * H200.portable["plan_seconds_per_rank"] / row)
+  assert abs(among.fixed_rows - cost.fixed_rows - more) <= 1
+  assert not among.by_kernel and cost_on(*args).by_kernel
 
 
 def test_rows_stay_small_integers():
@@ -187,6 +203,13 @@ def test_a_round_that_is_spared_is_a_gain():
   assert [cost.can_gain(TIME, **sizes(10, 2, 16, 4)) for cost in dear] == [True, False]
   alone = dataclasses.replace(TIME, domain_size=1)
   assert not dear[0].can_gain(alone, **sizes(10, 2, 16, 4))
+
+
+def test_a_plan_without_a_kernel_has_to_gain_twice_what_it_costs():
+  """A second round that may come is none: loads that need none would all pay for a search."""
+  for copy_rows, gains in ((5, True), (6, False)):  # likely are 12 rows more than the mean of 20
+    cost = LayerCost(PlanCost(copy_rows, 20), 0, by_kernel=False)
+    assert cost.can_gain(TIME, **sizes(10, 2, 16, 4)) == gains
 
 
 @pytest.mark.parametrize("seed", range(3))

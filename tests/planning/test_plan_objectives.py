@@ -5,6 +5,7 @@ import time
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from plans import (
@@ -21,6 +22,8 @@ from scalar_planner import rank_loads, time_cost
 
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning import plan as plan_lib
+from ultraep_jax.planning import search
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.types import PlanCost
 
@@ -120,6 +123,48 @@ class TestCopies:
       copies.append(max(busiest_sender(result), int(received)))
       assert copies[-1] == least
     assert copies == [1, 2, 3, 5]
+
+
+class TestNothingToGain:
+  """Loads that no copy can gain from are not searched."""
+
+  @pytest.mark.parametrize("options", [{}, {"target": 1.02}, {"objective": "time"}])
+  @pytest.mark.parametrize("domain, slots", [(None, 1), (2, 2)])
+  def test_a_search_would_find_nothing(self, options, domain, slots, monkeypatch):
+    config = make_config(slots, domain_size=domain, **options)
+    planner = plan_lib._plan.__wrapped__
+    always = jax.jit(lambda load_GE, cost: planner(load_GE, set_up, cost))
+    searched, skipped = [], 0
+    rng = np.random.default_rng(0)
+    cases = []
+    for load_E in rng.integers(0, 4, (30, 8)) * rng.integers(0, 2, (30, 1)) + 20:
+      load_GE = load_matrix(load_E, 4)
+      cost = PlanCost(*(jnp.int32(rng.integers(0, high)) for high in (8, 100, 60)))
+      set_up, cost = plan_lib.set_up(load_GE, config, cost)
+      cases.append((load_GE, cost))
+    with monkeypatch.context() as patched:
+      patched.setattr(plan_lib, "may_gain", lambda *_: jnp.bool_(True))
+      searched = [always(*case) for case in cases]
+    for (load_GE, cost), want in zip(cases, searched, strict=True):
+      load_NRM = load_GE.sum(0).reshape(-1, domain or 4, 2).astype(np.int32)
+      gain = bool(search.may_gain(jnp.asarray(load_NRM), set_up, cost))
+      assert gain or not replicas(want)
+      skipped += not gain
+      got = planned(plan_lib._plan(load_GE, set_up, cost))
+      jax.tree.map(np.testing.assert_array_equal, got, planned(want))
+    assert 5 < skipped < 30
+
+  def test_one_row_more_than_a_copy_costs_is_a_gain(self):
+    config = make_config(1, objective="time")
+    set_up, _ = plan_lib.set_up(load_matrix([0] * 4, 2), config, PlanCost(0, 0))
+
+    def gains(busy, *cost):
+      load_NRM = jnp.array([[[busy, 0], [200 - busy, 0]]], jnp.int32)
+      return bool(search.may_gain(load_NRM, set_up, PlanCost(*map(jnp.int32, cost))))
+
+    assert not gains(130, 30, 130, 0) and gains(131, 30, 131, 0)
+    assert gains(101, 10**6, 100, 0) and not gains(101, 10**6, 101, 0)  # a second round
+    assert not gains(150, 30, 150, 120) and gains(151, 30, 151, 120)  # a copy on the links
 
 
 class TestTime:

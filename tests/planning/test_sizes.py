@@ -50,7 +50,7 @@ def test_slots_that_do_not_suffice_may_need_several_rounds(fit):
   large = {"tokens": 1 << 20, "weights": BF16}
   slot = 3 * WIDTH * INNER * (2 + 2)
   device = H200.replace("test", memory_bytes=8 * (slot * (fit + 1) - 1))
-  sizes = settled(BalanceConfig(device=device), **large)
+  sizes = settled(BalanceConfig(device=device, implementation="mosaic_gpu"), **large)
   assert sizes.config.replica_slots == fit and sizes.one_round == (fit == 6)
 
 
@@ -134,10 +134,11 @@ def test_one_round_is_promised_where_every_load_fits(options, promised):
     ({"objective": "balance"}, False),
     ({"strategy": "none"}, False),
     ({"replica_slots": 1}, False),  # rounds are counted for one size
+    ({"implementation": "portable"}, False),  # plain JAX passes over all of it
   ],
 )
 def test_copies_that_cost_have_more_room_where_no_rows_are_kept(options, more_room):
-  config = BalanceConfig(**{"device": H200, "implementation": "portable", **options})
+  config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
   found = settled(config, tokens=1 << 22)  # 1 GiB of a rank's tokens
   assert found.capacity == 1.25 * 2**23
   assert found.transient_capacity == (2 if more_room else 1.25) * 2**23

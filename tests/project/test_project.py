@@ -28,7 +28,10 @@ DATA = {
   *(f"ultraep_jax/viewer/{name}" for name in ("charts.js", "page.css", "page.html", "page.js")),
   *(
     f"ultraep_jax/devices/{name}.json"
-    for name in ("gb200", "gb300", "h100", "h100_pcie", "h20", "h200", "nvl64")
+    for name in (
+      *("a100", "a100_40gb", "a100_pcie", "gb200", "gb300"),
+      *("h100", "h100_pcie", "h20", "h200", "nvl64"),
+    )
   ),
 }
 

@@ -33,11 +33,13 @@ class LayerCost(NamedTuple):
     fixed_rows: what a layer that may copy costs more than one that cannot, whatever it copies.
     training: what the planner weighs where gradients are taken: copies travel twice then, and
       their gradients go home. ``None``: the same.
+    by_kernel: a kernel plans, so that a plan costs little beside the rest.
   """
 
   plan: PlanCost
   fixed_rows: int
   training: PlanCost | None = None
+  by_kernel: bool = True
 
   def weighed(self, *operands: Any) -> PlanCost:
     """``plan``, or ``training`` where the layer is differentiated by any of its operands."""
@@ -65,10 +67,11 @@ class LayerCost(NamedTuple):
     """Whether loads of these sizes are worth a plan. Without, a program need not plan at all.
 
     A token chooses distinct experts, so a rank of M experts gets at most
-    ``G * T * min(K, M)`` rows. If these may need a second round, a plan is worth it. Else a likely
-    load must gain, since every load pays for the planning. Likely is that the busiest rank has more
-    than the mean by 0.3 of it, for each doubling of the ranks that share its load. To share it
-    evenly must spare more rows than one copy and what balancing takes in any case.
+    ``G * T * min(K, M)`` rows. If these may need a second round, a plan by a kernel is worth it.
+    Else a likely load must gain, since every load pays for the planning. Likely is that the busiest
+    rank has more than the mean by 0.3 of it, for each doubling of the ranks that share its load. To
+    share it evenly must spare more rows than one copy and what balancing takes in any case; twice
+    as many where no kernel plans, as a search that finds nothing costs as much.
     ``objective="balance"`` asks for no gain in time.
 
     Args:
@@ -82,12 +85,17 @@ class LayerCost(NamedTuple):
       return True
     domain = config.domain_of(num_ranks)
     most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
-    if domain > 1 and most > int(self.plan.capacity_rows):
+    if self.by_kernel and domain > 1 and most > int(self.plan.capacity_rows):
       return True  # a plan that fits one round is taken before any other
     mean = tokens * top_k
     likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))
     spared = likely - max(mean, int(self.plan.link_rows))
-    return spared > int(self.plan.copy_rows) + self.fixed_rows
+    return spared > (1 if self.by_kernel else 2) * (int(self.plan.copy_rows) + self.fixed_rows)
+
+
+def by_kernel(operation: str, config: BalanceConfig) -> bool:
+  """Whether a kernel is tried for an operation."""
+  return "mosaic_gpu" in implementation.resolve(config.implementation, operation, config.node_size)
 
 
 def layer_cost(
@@ -106,19 +114,14 @@ def layer_cost(
     config: ``copy_rows``, ``device``, ``implementation`` and ``node_size`` are used.
     domain: ranks that copies stay among.
   """
-
-  def by_kernel(operation: str) -> bool:
-    return "mosaic_gpu" in implementation.resolve(
-      config.implementation, operation, config.node_size
-    )
-
   cost = cost_on(
     known.resolve(config.device),
     dtype,
     weights,
     capacity,
-    moving=by_kernel("replicate"),
-    multiplying=by_kernel("matmul"),
+    moving=by_kernel("replicate", config),
+    multiplying=by_kernel("matmul", config),
+    planning=by_kernel("plan", config),
     domain=domain,
   )
   if config.copy_rows is None:
@@ -134,6 +137,7 @@ def cost_on(
   *,
   moving: bool = True,
   multiplying: bool = True,
+  planning: bool = True,
   domain: int = 2,
 ) -> LayerCost:
   """What balancing a layer costs on such devices.
@@ -149,6 +153,7 @@ def cost_on(
     moving: copies move by kernels, else in plain JAX: in steps, in which ranks send over the same
       distance.
     multiplying: experts are multiplied by kernels.
+    planning: a kernel plans.
     domain: ranks that copies stay among.
   """
   if device is None:
@@ -161,7 +166,7 @@ def cost_on(
   steps = 1.0 if moving else steps_per_copy(domain)
   beside = moving and multiplying  # else copies travel alone
   row, copy = row_seconds(matmuls, *shape), slot_seconds(matmuls, *shape)
-  fixed_rows = round(device["balance_seconds"] / row)
+  fixed_rows = round(_fixed_seconds(device.running(kernels=planning), domain) / row)
   copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
 
@@ -185,7 +190,7 @@ def cost_on(
   hiding = more * backward * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
   limits = travelling / row, projections, (gradients + matrices * seconds) / hiding
   training = rounded(max(limits))
-  return LayerCost(plan, fixed_rows, training)
+  return LayerCost(plan, fixed_rows, training, planning)
 
 
 @jax.custom_vjp
@@ -211,7 +216,13 @@ def slot_seconds(
 ) -> float:
   """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
   rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction, matrices)
-  return rows + reading_seconds(device, width, inner, direction, matrices)
+  launches = _WORK[direction] * matrices * device["tile_seconds"]
+  return rows + launches + reading_seconds(device, width, inner, direction, matrices)
+
+
+def _fixed_seconds(device: Device, domain: int) -> float:
+  """Of a layer that may copy over one that cannot; described for two ranks that share."""
+  return device["balance_seconds"] + (domain - 2) * device["plan_seconds_per_rank"]
 
 
 def reading_seconds(

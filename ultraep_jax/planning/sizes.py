@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
 from ultraep_jax.planning.capacity import row_capacity
-from ultraep_jax.planning.cost import LayerCost, copy_bytes, grad_bytes, layer_cost
+from ultraep_jax.planning.cost import LayerCost, by_kernel, copy_bytes, grad_bytes, layer_cost
 from ultraep_jax.planning.fit import always_fits, num_slots
 from ultraep_jax.types import ExpertWeights
 
@@ -76,8 +76,9 @@ def settle(
   )
   transient = capacity
   weighs = config.strategy == "quota" and config.objective == "time"
-  # More room spares copies that only make a plan fit.
-  if one_round and plans and weighs and cost.plan.copy_rows:
+  # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
+  passes_over_used = by_kernel("matmul", config) and dtype == jnp.bfloat16
+  if one_round and plans and weighs and cost.plan.copy_rows and passes_over_used:
     transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
     cost = cost.with_transient_capacity(transient)
   return Sizes(config, capacity, transient, cost, plans, one_round)

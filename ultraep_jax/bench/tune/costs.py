@@ -171,10 +171,13 @@ def launch_facts(seconds: Seconds) -> dict[str, float]:
 
 
 def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
-  """A small layer with equal loads and room for all rows, that may copy and that cannot."""
+  """A small layer with room for all rows that searches for copies, and one that cannot copy.
+
+  It finds none: none may serve so few tokens.
+  """
   ranks, (width, inner) = mesh.size, (1024, 512)
   experts = _HOME * ranks
-  load_GE = testing.balanced_loads(0, experts, ranks, _TOKENS, _TOP_K)
+  load_GE = testing.zipf_loads(0, experts, ranks, _TOKENS, _TOP_K, min(1.1, ranks))
   index = jnp.asarray(testing.expert_indices(0, load_GE, _TOP_K).reshape(-1, _TOP_K))
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
@@ -182,7 +185,12 @@ def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   arguments = x, index, jnp.ones(index.shape), ExpertWeights(into, into, out)
 
   def layer(strategy: str) -> Callable[[], Any]:
-    config = BalanceConfig(strategy=strategy, objective="balance", capacity_factor=float(ranks))
+    config = BalanceConfig(
+      strategy=strategy,
+      objective="balance",
+      min_tokens_per_replica=ranks * _TOKENS * _TOP_K,
+      capacity_factor=float(ranks),
+    )
 
     def call(_: Array, *operands: Any) -> Array:
       return sharded_moe(*operands, config=config, mesh=mesh)[0]
