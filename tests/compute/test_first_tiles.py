@@ -74,6 +74,23 @@ def test_a_tile_has_what_a_slot_has_of_the_buffer_within_limits():
   assert first_tiles.tile_rows(capacity=81920, num_home=4) == 1024
 
 
+def test_few_rows_do_not_read_the_weights_of_all_experts(monkeypatch):
+  """One token of eight of Qwen3-235B's 128 experts; with OLMoE's 64 small ones it pays."""
+  monkeypatch.setattr(grouped, "_by_host", lambda: True)
+
+  def multiplies_all(rows, home, width, inner):
+    shapes = (rows, width), (home, width, inner), (2, width, inner)
+    operands = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    sizes = jax.ShapeDtypeStruct((home + 2,), jnp.int32)
+    return f"bf16[{home},{rows},{width}]" in str(
+      jax.make_jaxpr(lambda *args: grouped.grouped_matmul(*args))(*operands, sizes)
+    )
+
+  assert not multiplies_all(8, 128, 4096, 1536) and multiplies_all(8, 64, 2048, 1024)
+  assert multiplies_all(128, 128, 4096, 1536)
+  assert not multiplies_all(2, 8, 4096, 14336) and multiplies_all(8, 8, 4096, 14336)
+
+
 def test_the_loop_has_no_turn_for_slots_that_fit_a_tile():
   tiles = tile_matmul._Tiles.of(1024, jnp.array([128, 0, 129, 300, 5], jnp.int32), 4)
   assert tiles.rows == 256

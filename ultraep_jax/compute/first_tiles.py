@@ -19,6 +19,19 @@ from ultraep_jax.types import Array
 # Rows up to which a product takes as long as reading the weights, on most GPUs; and what keeps
 # one busy.
 _LEAST, _MOST = 128, 1024
+_TURN_BYTES = 60_000_000  # of weights that most GPUs read in the time of a turn
+
+
+def pays(capacity: int, num_home: int, matrix_bytes: int) -> bool:
+  """Whether one product takes less than turns for the slots that have rows.
+
+  It reads the weights of all slots, also of those without rows.
+
+  >>> pays(8, 64, 4 << 20), pays(8, 128, 12 << 20), pays(128, 128, 12 << 20)
+  (True, False, True)
+  """
+  used = min(capacity, num_home)
+  return (num_home - used) * matrix_bytes < used * _TURN_BYTES
 
 
 def tile_rows(capacity: int, num_home: int) -> int:

@@ -6,6 +6,7 @@ weight. Rows at or beyond the used count may hold anything, NaN included.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings
-from ultraep_jax.compute import tile_matmul
+from ultraep_jax.compute import first_tiles, tile_matmul
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array
 
@@ -56,13 +57,16 @@ def grouped_matmul(
   arguments = rows_CK, home_MKN, replica_SKN, group_size_P, transpose_rhs
   columns = home_MKN.shape[1 if transpose_rhs else 2]
   tuning = tunings.find("dgrad" if transpose_rhs else "forward", rows_CK.shape[1], columns)
+  num_home, *matrix = home_MKN.shape
+  matrix_bytes = math.prod(matrix) * home_MKN.dtype.itemsize
+  pays = first_tiles.pays(rows_CK.shape[0], num_home, matrix_bytes)
 
   candidates = {
     "mosaic_gpu": lambda: kernels.grouped_matmul(
       *arguments[:4], transpose_rhs=transpose_rhs, bias=bias, tuning=tuning
     ),
     "portable": lambda: tile_matmul.matmul(
-      *arguments, bias, together=_by_host() and not batch_invariant
+      *arguments, bias, together=_by_host() and pays and not batch_invariant
     ),
   }
   return first_that_can(implementations, candidates)
