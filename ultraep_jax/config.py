@@ -24,8 +24,9 @@ class BalanceConfig:
   Attributes:
     replica_slots: S, copies of other ranks' experts that a rank can hold; 0 balances nothing.
       ``"auto"``: ``M (G - 1) / G``, rounded up, which reach exact balance of every load, so that
-      no load needs a second round. A layer takes fewer if these and their gradients, which
-      live while the layer runs, would take more than an eighth of the device's memory.
+      no load needs a second round where the layer plans. A layer takes fewer if these and their
+      gradients, which live while the layer runs, would take more than an eighth of the device's
+      memory.
     strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"exact"`` (no rank above the
       mean; needs slots that suffice for every load), ``"eplb+"`` (replicas by load, equal
       shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner

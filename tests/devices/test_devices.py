@@ -124,6 +124,7 @@ def test_a_shape_is_near_what_the_others_say(left_out):
     ("NVIDIA GB200", "gb200"),
     ("NVIDIA A100-SXM4-80GB", "a100"),
     ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+    ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
     ("NVIDIA A100 80GB PCIe", "a100_pcie"),
     ("NVIDIA A10", None),
     ("cpu", None),

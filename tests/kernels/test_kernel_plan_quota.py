@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from thread_races import watched
 
+from pallas_kernels.planner import tables
 from pallas_kernels.planner.quota import plan_quota
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan as portable
@@ -100,12 +101,23 @@ def test_equals_the_portable_planner(name):
 
 @pytest.mark.parametrize("slots", [1, 2])  # 2 suffice: one block constructs
 @pytest.mark.parametrize("busy, copies", [(110, 0), (150, 0), (151, 1)])
-def test_nothing_is_searched_where_no_copy_can_gain(slots, busy, copies):
+def test_nothing_is_searched_where_no_copy_can_gain(slots, busy, copies, monkeypatch):
   """A copy costs 50 rows beyond the mean of 100."""
   fixed, _ = setup(2, 4, slots, {"objective": "time"})
+  sorts, sort = [], tables.sort
+
+  def counted(*arguments):
+    jax.debug.callback(lambda: sorts.append(1))
+    sort(*arguments)
+
+  monkeypatch.setattr(tables, "sort", counted)
+  jax.clear_caches()
   load_GE = load_matrix([busy - 40, 40, 200 - busy, 0], 2)
   plan = assert_equal_plans(load_GE, fixed, PlanCost(*map(jnp.int32, (50, 1000, 0))))
   assert int((plan.replica_expert >= 0).sum()) == copies
+  jax.effects_barrier()
+  assert bool(sorts) == bool(copies)
+  jax.clear_caches()
 
 
 @pytest.mark.slow

@@ -132,9 +132,16 @@ class TestNothingToGain:
   @pytest.mark.parametrize("domain, slots", [(None, 1), (2, 2)])
   def test_a_search_would_find_nothing(self, options, domain, slots, monkeypatch):
     config = make_config(slots, domain_size=domain, **options)
-    planner = plan_lib._plan.__wrapped__
-    always = jax.jit(lambda load_GE, cost: planner(load_GE, set_up, cost))
-    searched, skipped = [], 0
+    planner, search_all = plan_lib._plan.__wrapped__, plan_lib.best_placement
+    calls, skipped = [], 0
+
+    def counted(*arguments):
+      jax.debug.callback(lambda: calls.append(1))
+      return search_all(*arguments)
+
+    def fresh(set_up):
+      return jax.jit(lambda load_GE, cost: planner(load_GE, set_up, cost))
+
     rng = np.random.default_rng(0)
     cases = []
     for load_E in rng.integers(0, 4, (30, 8)) * rng.integers(0, 2, (30, 1)) + 20:
@@ -144,15 +151,18 @@ class TestNothingToGain:
       cases.append((load_GE, cost))
     with monkeypatch.context() as patched:
       patched.setattr(plan_lib, "may_gain", lambda *_: jnp.bool_(True))
+      always = fresh(set_up)
       searched = [always(*case) for case in cases]
+    monkeypatch.setattr(plan_lib, "best_placement", counted)
+    plan = fresh(set_up)
     for (load_GE, cost), want in zip(cases, searched, strict=True):
       load_NRM = load_GE.sum(0).reshape(-1, domain or 4, 2).astype(np.int32)
       gain = bool(search.may_gain(jnp.asarray(load_NRM), set_up, cost))
       assert gain or not replicas(want)
       skipped += not gain
-      got = planned(plan_lib._plan(load_GE, set_up, cost))
-      jax.tree.map(np.testing.assert_array_equal, got, planned(want))
-    assert 5 < skipped < 30
+      jax.tree.map(np.testing.assert_array_equal, planned(plan(load_GE, cost)), planned(want))
+    jax.effects_barrier()
+    assert 5 < skipped < 30 and len(calls) == 30 - skipped
 
   def test_one_row_more_than_a_copy_costs_is_a_gain(self):
     config = make_config(1, objective="time")

@@ -54,6 +54,22 @@ def test_slots_that_do_not_suffice_may_need_several_rounds(fit):
   assert sizes.config.replica_slots == fit and sizes.one_round == (fit == 6)
 
 
+def test_without_a_kernel_to_plan_a_round_that_may_come_is_no_reason_to():
+  """Qwen3-30B-A3B on two ranks plans from 12,100 tokens on, on A100 from 10,000."""
+  into, out = (jax.ShapeDtypeStruct((64, *shape), BF16) for shape in ((2048, 768), (768, 2048)))
+
+  def plans(implementation, device, tokens, ranks=2):
+    config = BalanceConfig(device=Device.load(device), implementation=implementation)
+    of_layer = {"top_k": 8, "num_ranks": ranks, "dtype": BF16}
+    sizes = settle(config, tokens=tokens, weights=ExpertWeights(into, into, out), **of_layer)
+    assert sizes.one_round == sizes.plans
+    return sizes.plans
+
+  assert plans("mosaic_gpu", "h100", 2048, ranks=8) and not plans("portable", "h100", 2048, ranks=8)
+  for device, tokens in (("h100", 12_100), ("a100", 10_000)):
+    assert not plans("portable", device, tokens) and plans("portable", device, tokens + 200)
+
+
 def test_slots_that_are_asked_for_are_there():
   small = H200.replace("test", memory_bytes=1.0)
   for strategy in ("exact", "eplb+", lambda *_: None):

@@ -1,6 +1,6 @@
 """The first tile of every home slot, in one product of all slots.
 
-A GPU's host launches every turn of a loop, 20 to 40 µs for each. With the first tile of each slot
+A GPU's host launches every turn of a loop, 25 to 80 µs for each. With the first tile of each slot
 in one product, a loop has left what slots have beyond.
 
 Slots of 5, 2 and 4 rows, tiles of 4::

@@ -119,12 +119,10 @@ def wgrad(
 
   num_replica = group_size_P.shape[0] - num_home
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
+  home_MKN = zeros(num_home) if into_MKN is None else into_MKN.astype(jnp.float32)
   if together:
-    home_MKN = first_tiles.wgrad(rows_CK, grad_CN, group_size_P, num_home, tiles.rows)
-  else:
-    home_MKN = zeros(num_home)
-  if into_MKN is not None:
-    home_MKN += into_MKN.astype(jnp.float32)
+    first_MKN = first_tiles.wgrad(rows_CK, grad_CN, group_size_P, num_home, tiles.rows)
+    home_MKN = first_MKN if into_MKN is None else home_MKN + first_MKN
   home_MKN = to_varying(home_MKN, axes)
   home_MKN = lax.fori_loop(jnp.int32(0), home_tiles, accumulate(0), home_MKN)
   replica_SKN = zeros(num_replica)

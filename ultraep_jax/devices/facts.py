@@ -18,10 +18,7 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "launch_seconds": ("s", "from one kernel that does next to nothing to the next"),
   "balance_seconds": ("s", "of a layer that may copy, whatever it copies, over one that cannot"),
   "matmul_tile": ("rows", "rows of a tile: each expert's rows are padded to a multiple"),
-  "tile_seconds": (
-    "s",
-    "of a tile in each matmul beyond its rows, where a host launches tiles",
-  ),
+  "tile_seconds": ("s", "of a tile in each matmul beyond its rows, if a host launches it"),
   "weights_exposed": ("", "share of the time to read an expert's weights that matmuls do not hide"),
   "rest_forward": ("FLOP/s", "attention, shared experts and all else in a layer, forward"),
   "rest_backward": ("FLOP/s", "the same, backward"),

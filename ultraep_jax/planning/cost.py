@@ -165,7 +165,8 @@ def cost_on(
   links, size = device.running(kernels=moving), copy_bytes(dtype, weights)
   steps = 1.0 if moving else steps_per_copy(domain)
   beside = moving and multiplying  # else copies travel alone
-  row, copy = row_seconds(matmuls, *shape), slot_seconds(matmuls, *shape)
+  row = row_seconds(matmuls, *shape)
+  copy = slot_seconds(matmuls, *shape) + _launch_seconds(matmuls, *shape[2:])
   fixed_rows = round(_fixed_seconds(device.running(kernels=planning), domain) / row)
   copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
@@ -177,7 +178,7 @@ def cost_on(
   shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward
-  copy += slot_seconds(matmuls, *shape)
+  copy += slot_seconds(matmuls, *shape) + _launch_seconds(matmuls, *shape[2:])
   copy += steps * copy_seconds(links, size, "backward", beside=beside)
   copy += steps * (links["reduce_exposed"] if beside else 1.0) * gradients
   travelling += size / links["copy_rate"] + gradients
@@ -216,8 +217,12 @@ def slot_seconds(
 ) -> float:
   """What one slot more takes for the same rows: half a tile, and reading an expert's weights."""
   rows = device["matmul_tile"] / 2 * row_seconds(device, width, inner, direction, matrices)
-  launches = _WORK[direction] * matrices * device["tile_seconds"]
-  return rows + launches + reading_seconds(device, width, inner, direction, matrices)
+  return rows + reading_seconds(device, width, inner, direction, matrices)
+
+
+def _launch_seconds(device: Device, direction: str, matrices: int) -> float:
+  """What a copy's tile in every matmul takes the host, where it launches tiles."""
+  return _WORK[direction] * matrices * device["tile_seconds"]
 
 
 def _fixed_seconds(device: Device, domain: int) -> float:

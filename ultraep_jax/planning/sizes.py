@@ -77,8 +77,8 @@ def settle(
   transient = capacity
   weighs = config.strategy == "quota" and config.objective == "time"
   # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
-  passes_over_used = by_kernel("matmul", config) and dtype == jnp.bfloat16
-  if one_round and plans and weighs and cost.plan.copy_rows and passes_over_used:
+  skips_unused = by_kernel("matmul", config) and dtype == jnp.bfloat16
+  if one_round and plans and weighs and cost.plan.copy_rows and skips_unused:
     transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
     cost = cost.with_transient_capacity(transient)
   return Sizes(config, capacity, transient, cost, plans, one_round)

@@ -278,11 +278,16 @@ def experts_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   def with_tiles(function: Callable[..., Array], rows_per_tile: int) -> Callable[..., Array]:
     @functools.wraps(function)
     def run(*args: Array) -> Array:
-      chosen, tile_matmul.tile_rows = tile_matmul.tile_rows, lambda *_: rows_per_tile
+      names = ("tile_rows", "_matmul", "wgrad")
+      before = {name: getattr(tile_matmul, name) for name in names}
+      tile_matmul.tile_rows = lambda *_: rows_per_tile
+      for name in names[1:]:  # traced anew for each size
+        setattr(tile_matmul, name, before[name].__wrapped__)
       try:
         return function(*args)
       finally:
-        tile_matmul.tile_rows = chosen
+        for name in names:
+          setattr(tile_matmul, name, before[name])
 
     return run
 

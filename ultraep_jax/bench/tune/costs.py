@@ -170,14 +170,28 @@ def launch_facts(seconds: Seconds) -> dict[str, float]:
   return {"launch_seconds": (seconds[str(many)] - seconds[str(few)]) / (many - few)}
 
 
+def balance_load(ranks: int) -> np.ndarray:
+  """``[G, E]``, not equal."""
+  return testing.zipf_loads(0, _HOME * ranks, ranks, _TOKENS, _TOP_K, 1.1)
+
+
+def balance_config(strategy: str, ranks: int) -> BalanceConfig:
+  return BalanceConfig(
+    strategy=strategy,
+    objective="balance",
+    min_tokens_per_replica=ranks * _TOKENS * _TOP_K,
+    capacity_factor=float(ranks),
+  )
+
+
 def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   """A small layer with room for all rows that searches for copies, and one that cannot copy.
 
-  It finds none: none may serve so few tokens.
+  It finds none: a copy may not serve fewer tokens than there are.
   """
   ranks, (width, inner) = mesh.size, (1024, 512)
   experts = _HOME * ranks
-  load_GE = testing.zipf_loads(0, experts, ranks, _TOKENS, _TOP_K, min(1.1, ranks))
+  load_GE = balance_load(ranks)
   index = jnp.asarray(testing.expert_indices(0, load_GE, _TOP_K).reshape(-1, _TOP_K))
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
@@ -185,12 +199,7 @@ def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   arguments = x, index, jnp.ones(index.shape), ExpertWeights(into, into, out)
 
   def layer(strategy: str) -> Callable[[], Any]:
-    config = BalanceConfig(
-      strategy=strategy,
-      objective="balance",
-      min_tokens_per_replica=ranks * _TOKENS * _TOP_K,
-      capacity_factor=float(ranks),
-    )
+    config = balance_config(strategy, ranks)
 
     def call(_: Array, *operands: Any) -> Array:
       return sharded_moe(*operands, config=config, mesh=mesh)[0]
