@@ -98,6 +98,11 @@ def by_kernel(operation: str, config: BalanceConfig) -> bool:
   return "mosaic_gpu" in implementation.resolve(config.implementation, operation, config.node_size)
 
 
+def multiplied_by_kernel(config: BalanceConfig, dtype: jnp.dtype) -> bool:
+  """Whether a kernel is tried for the experts, which pass over used rows alone."""
+  return by_kernel("matmul", config) and dtype == jnp.bfloat16
+
+
 def layer_cost(
   dtype: jnp.dtype,
   weights: ExpertWeights,
@@ -120,7 +125,7 @@ def layer_cost(
     weights,
     capacity,
     moving=by_kernel("replicate", config),
-    multiplying=by_kernel("matmul", config),
+    multiplying=multiplied_by_kernel(config, dtype),
     planning=by_kernel("plan", config),
     domain=domain,
   )

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
 from ultraep_jax.planning.capacity import row_capacity
-from ultraep_jax.planning.cost import LayerCost, by_kernel, copy_bytes, grad_bytes, layer_cost
+from ultraep_jax.planning.cost import (
+  LayerCost,
+  copy_bytes,
+  grad_bytes,
+  layer_cost,
+  multiplied_by_kernel,
+)
 from ultraep_jax.planning.fit import always_fits, num_slots
 from ultraep_jax.types import ExpertWeights
 
@@ -77,7 +83,7 @@ def settle(
   transient = capacity
   weighs = config.strategy == "quota" and config.objective == "time"
   # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
-  skips_unused = by_kernel("matmul", config) and dtype == jnp.bfloat16
+  skips_unused = multiplied_by_kernel(config, dtype)
   if one_round and plans and weighs and cost.plan.copy_rows and skips_unused:
     transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
     cost = cost.with_transient_capacity(transient)
