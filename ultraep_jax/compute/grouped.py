@@ -57,17 +57,19 @@ def grouped_matmul(
   arguments = rows_CK, home_MKN, replica_SKN, group_size_P, transpose_rhs
   columns = home_MKN.shape[1 if transpose_rhs else 2]
   tuning = tunings.find("dgrad" if transpose_rhs else "forward", rows_CK.shape[1], columns)
-  num_home, *matrix = home_MKN.shape
-  matrix_bytes = math.prod(matrix) * home_MKN.dtype.itemsize
-  pays = first_tiles.pays(rows_CK.shape[0], num_home, matrix_bytes)
+
+  def portable() -> Array:
+    num_home, *matrix = home_MKN.shape
+    matrix_bytes = math.prod(matrix) * home_MKN.dtype.itemsize
+    pays = first_tiles.pays(rows_CK.shape[0], num_home, matrix_bytes)
+    together = pays and not batch_invariant and _by_host()
+    return tile_matmul.matmul(*arguments, bias, together=together)
 
   candidates = {
     "mosaic_gpu": lambda: kernels.grouped_matmul(
       *arguments[:4], transpose_rhs=transpose_rhs, bias=bias, tuning=tuning
     ),
-    "portable": lambda: tile_matmul.matmul(
-      *arguments, bias, together=_by_host() and pays and not batch_invariant
-    ),
+    "portable": portable,
   }
   return first_that_can(implementations, candidates)
 

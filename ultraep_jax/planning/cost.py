@@ -125,7 +125,7 @@ def layer_cost(
     weights,
     capacity,
     moving=by_kernel("replicate", config),
-    multiplying=multiplied_by_kernel(config, dtype),
+    multiplying=by_kernel("matmul", config),
     planning=by_kernel("plan", config),
     domain=domain,
   )

@@ -252,20 +252,13 @@ def experts_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
   x = jnp.asarray(rng.normal(size=(rows * mesh.size, width)), jnp.bfloat16)
   weights = jnp.asarray(rng.normal(size=((home + slots) * mesh.size, width, inner)), jnp.bfloat16)
 
-  def forward(x_CD: Array, weights: Array) -> Array:
-    out_CF = grouped.grouped_matmul(x_CD, weights[:home], weights[home:], sizes)
+  def forward(matmul: Callable[..., Array], x_CD: Array, weights: Array) -> Array:
+    out_CF = matmul(x_CD, weights[:home], weights[home:], sizes)
     return x_CD.at[:, : out_CF.shape[1]].set(out_CF)
 
-  def backward(x_CD: Array, weights: Array) -> Array:
-    grads, more = grouped.grouped_matmul_wgrad(x_CD, x_CD[:, :inner], sizes, home)
-    return x_CD * (1 + 0 * (grads[0, 0, 0] + more[0, 0, 0])).astype(x_CD.dtype)
-
-  def forward_in_a_loop(x_CD: Array, weights: Array) -> Array:
-    out_CF = tile_matmul.matmul(x_CD, weights[:home], weights[home:], sizes, False)
-    return x_CD.at[:, : out_CF.shape[1]].set(out_CF)
-
-  def backward_in_a_loop(x_CD: Array, weights: Array) -> Array:
-    grads, more = tile_matmul.wgrad(x_CD, x_CD[:, :inner], sizes, home)
+  def backward(wgrad: Callable[..., tuple[Array, Array]], x_CD: Array, weights: Array) -> Array:
+    del weights
+    grads, more = wgrad(x_CD, x_CD[:, :inner], sizes, home)
     return x_CD * (1 + 0 * (grads[0, 0, 0] + more[0, 0, 0])).astype(x_CD.dtype)
 
   def ragged(x_CD: Array, weights: Array) -> Array:
@@ -292,12 +285,18 @@ def experts_cases(mesh: jax.sharding.Mesh, scale: int) -> list[Case]:
     return run
 
   flops = 2.0 * rows * width * inner
-  cases = [("forward (ours)", forward), ("weight gradient (ours)", backward)]
+  cases: list[tuple[str, Callable[..., Array]]] = [
+    ("forward (ours)", functools.partial(forward, grouped.grouped_matmul)),
+    ("weight gradient (ours)", functools.partial(backward, grouped.grouped_matmul_wgrad)),
+  ]
+  in_a_loop = {  # looked up when called: ``with_tiles`` patches them
+    "forward": functools.partial(
+      forward, lambda x, own, copies, sizes: tile_matmul.matmul(x, own, copies, sizes, False)
+    ),
+    "weight gradient": functools.partial(backward, lambda *args: tile_matmul.wgrad(*args)),
+  }
   for tile in (256, 512, 1024, 2048):
-    for label, function in (
-      ("forward", forward_in_a_loop),
-      ("weight gradient", backward_in_a_loop),
-    ):
+    for label, function in in_a_loop.items():
       cases.append((f"{label}, tiles of {tile} rows", with_tiles(function, tile // scale)))
   cases += [("forward by ragged_dot", ragged), ("one dense matmul", one_dense)]
   return [(label, (function, (x, weights)), flops, "GFLOP/s") for label, function in cases]
