@@ -277,7 +277,7 @@ def _run_round(
   x_TD = ordered(static, routing, x_TD, start.gate_C)
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
   if "mosaic_gpu" in (*static.replicating, *static.multiplying):
-    rows_CD, routing = _once_there(rows_CD, routing)
+    rows_CD, routing = _once_there(static, rows_CD, routing)
     placed_GS, parent_GS = _placement(routing)
     replicas = dataclasses.replace(replicas, replica_expert_GS=placed_GS, parent_GS=parent_GS)
   replicas = _copies_after(static, routing, replicas, rows_CD)
@@ -295,13 +295,22 @@ def _run_round(
   return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden), routing
 
 
-def _once_there(rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
-  """The same. Kernels' tables made from it are launched while the dispatch runs, not before."""
+def _once_there(static: Static, rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
+  """The same. Kernels' tables made from it are launched while the dispatch runs, not before.
+
+  Collectives have their table of copies before, so that copies follow the dispatch at once.
+  """
+  placement = {name: getattr(routing, name) for name in ("replica_expert_GS", "parent_GS")}
+  if "mosaic_gpu" not in static.replicating:
+    routing = routing._replace(**dict.fromkeys(placement))
   leaves, tree = jax.tree.flatten(routing)
   computed = [leaf for leaf in leaves if leaf.size]  # empty ones in loops crash XLA:CPU's compiler
   rows_CD, computed = lax.optimization_barrier((rows_CD, computed))
   after = iter(computed)
-  return rows_CD, tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
+  routing = tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
+  if "mosaic_gpu" not in static.replicating:
+    routing = routing._replace(**placement)
+  return rows_CD, routing
 
 
 def _with_tables_of(routing: Routing, seen: Routing) -> Routing:

@@ -200,7 +200,8 @@ class _Steps:
     distance_GS = (jnp.arange(num_ranks, dtype=jnp.int32)[:, None] - home_GS) % size
     most = num_slots * size
     step_GS = jnp.where(filled_GS & (distance_GS > 0), turn_GS * size + distance_GS, most)
-    is_used = mesh_max(jnp.zeros(most, jnp.int32).at[step_GS].set(1, mode="drop"))
+    is_used = jnp.zeros(most, jnp.int32).at[step_GS].set(1, mode="drop")
+    is_used = mesh_max(is_used, same_along=axis_name)  # all of the axis have the plan
     rank = lax.axis_index(axis_name)
     mine = (home_GS, replica_expert_GS % num_home, turn_GS)
     return cls(
