@@ -1,0 +1,169 @@
+"""Runs a bench with programs that were compiled elsewhere, where there may be no GPU.
+
+A layer's program with gradients takes minutes to compile and, once that is done, a second to load::
+
+    python tests/compiled_elsewhere.py make programs --gpu h200 --topology 1x1x4 matrix --ratios 1
+    python tests/compiled_elsewhere.py run programs matrix --ratios 1
+
+The first needs what ``ultraep bench compile`` needs. A program is found by its text, which has
+the paths and lines of the source in its kernels: so both need the same package at the same path
+and the same jax. What is not found is compiled. Programs with attention by cuDNN cannot be made.
+Seen with jax 0.11.2, programs made for H200 on a machine without a GPU and run on four.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultraep_jax import cli
+from ultraep_jax.bench.compile import targets
+from ultraep_jax.bench.layer import command as layer
+from ultraep_jax.bench.layer import problem
+from ultraep_jax.bench.matrix import command as matrix
+from ultraep_jax.tools import processes
+
+Compile = Callable[..., Any]
+BENCHES = ("layer", "matrix")
+
+
+class Abstract(jax.ShapeDtypeStruct):
+  """An array of devices that are not here: it can be lowered with, and its first axis indexed."""
+
+  def __getitem__(self, index: Any) -> "Abstract":
+    shape = jax.eval_shape(lambda array: array[index], jax.ShapeDtypeStruct(self.shape, self.dtype))
+    return Abstract(shape.shape, shape.dtype, sharding=self.sharding)
+
+
+class Made(Exception):
+  """The programs of a group of cells are compiled; there is nothing to time."""
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+  parser.add_argument("action", choices=["make", "run", "make here"])
+  parser.add_argument("folder", type=pathlib.Path)
+  parser.add_argument("--gpu", default="h200", choices=list(targets.CHIPS))
+  parser.add_argument("--topology", default="1x1x2", help="slices x processes x GPUs of each")
+  parser.add_argument("bench", choices=BENCHES)
+  args, rest = parser.parse_known_args()
+  if args.action == "make":  # in a process that asks for no GPU
+    command = ["make here", *sys.argv[2:]]
+    return subprocess.run(
+      [sys.executable, __file__, *command], env=targets.environment(), check=False
+    ).returncode
+  if args.action == "run":
+    with loading(args.folder):
+      return cli.main(["bench", args.bench, *rest])
+  devices = targets.devices(args.gpu, args.topology)
+  with saving(args.folder), pretending(devices):
+    (layer if args.bench == "layer" else matrix).main(rest)
+  return 0
+
+
+@contextlib.contextmanager
+def saving(folder: pathlib.Path) -> Iterator[None]:
+  """Whatever is compiled is written to the folder, unless it is there."""
+  folder.mkdir(parents=True, exist_ok=True)
+
+  def compile_and_save(program: Any, compile_it: Compile) -> Any:
+    path = folder / key(program)
+    if not path.exists():
+      part = path.with_suffix(f".{os.getpid()}")
+      compiled = compile_it()
+      devices = len(jax.tree.leaves(compiled.output_shardings)[0].device_set)
+      part.write_bytes(pickle.dumps((devices, serialize_executable.serialize(compiled))))
+      part.rename(path)
+
+  with compiling(compile_and_save):
+    yield
+
+
+@contextlib.contextmanager
+def loading(folder: pathlib.Path) -> Iterator[None]:
+  """What would be compiled is read from the folder, if it is there."""
+
+  def load(program: Any, compile_it: Compile) -> Any:
+    path = folder / key(program)
+    if not path.exists():
+      return compile_it()
+    devices, saved = pickle.loads(path.read_bytes())
+    return serialize_executable.deserialize_and_load(
+      *saved, execution_devices=jax.devices()[:devices]
+    )
+
+  with compiling(load):
+    yield
+
+
+def key(program: Any) -> str:
+  """The name of a lowered program's file."""
+  return hashlib.sha256(program.as_text().encode()).hexdigest()[:24]
+
+
+@contextlib.contextmanager
+def compiling(way: Callable[[Any, Compile], Any]) -> Iterator[None]:
+  """Programs are compiled in this way: a function of the program and of how JAX compiles it."""
+  compiles = jax.stages.Lowered.compile
+
+  def compile_it(self: Any, *args: Any, **options: Any) -> Any:
+    start = time.perf_counter()
+    compiled = way(self, lambda: compiles(self, *args, **options))
+    print(f"{key(self)}: {time.perf_counter() - start:.1f} s", flush=True)
+    return compiled
+
+  with mock.patch.object(jax.stages.Lowered, "compile", compile_it):
+    yield
+
+
+@contextlib.contextmanager
+def pretending(devices: list[Any]) -> Iterator[None]:
+  """Benches lower for these devices, with arrays that are not there, and time nothing."""
+
+  def put(tree: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda leaf: Abstract(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+  def normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Abstract:
+    del seed, scale
+    return Abstract(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P(problem.AXIS)))
+
+  def make_mesh(sizes: Any, names: Any, *, axis_types: Any, devices: Any) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(devices).reshape(sizes), names, axis_types=axis_types)
+
+  compile_group = matrix.compile_group
+
+  def compile_only(*args: Any) -> None:
+    compile_group(*args)
+    raise Made("compiled")
+
+  with contextlib.ExitStack() as stack:
+    for owner, name, value in [
+      (processes, "put", put),
+      (problem, "random_normal", normal),
+      (jax, "make_mesh", make_mesh),
+      (matrix, "devices", lambda *_, **__: devices),
+      (matrix, "compile_group", compile_only),
+      (layer, "devices", lambda *_, **__: devices),
+      (layer, "measure", lambda *_: []),
+    ]:
+      stack.enter_context(mock.patch.object(owner, name, value))
+    yield
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())
