@@ -56,20 +56,19 @@ class Made(Exception):
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-  parser.add_argument("action", choices=["make", "run", "make here"])
+  parser.add_argument("action", choices=["make", "run"])
   parser.add_argument("folder", type=pathlib.Path)
   parser.add_argument("--gpu", default="h200", choices=list(targets.CHIPS))
   parser.add_argument("--topology", default="1x1x2", help="slices x processes x GPUs of each")
+  parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
   parser.add_argument("bench", choices=BENCHES)
   args, rest = parser.parse_known_args()
-  if args.action == "make":  # in a process that asks for no GPU
-    command = ["make here", *sys.argv[2:]]
-    return subprocess.run(
-      [sys.executable, __file__, *command], env=targets.environment(), check=False
-    ).returncode
   if args.action == "run":
     with loading(args.folder):
       return cli.main(["bench", args.bench, *rest])
+  if not args.here:  # in a process that asks for no GPU
+    command = [sys.executable, __file__, "make", "--here", *sys.argv[2:]]
+    return subprocess.run(command, env=targets.environment(), check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
   with saving(args.folder), pretending(devices):
     (layer if args.bench == "layer" else matrix).main(rest)
