@@ -39,11 +39,11 @@ from ultraep_jax.bench.matrix import command as matrix
 from ultraep_jax.tools import processes
 
 Compile = Callable[..., Any]
-BENCHES = ("layer", "matrix")
+BENCHES = {"layer": layer, "matrix": matrix}
 
 
 class Abstract(jax.ShapeDtypeStruct):
-  """An array of devices that are not here: it can be lowered with, and its first axis indexed."""
+  """An array of devices that are not here: it can be lowered with, and sliced."""
 
   def __getitem__(self, index: Any) -> "Abstract":
     shape = jax.eval_shape(lambda array: array[index], jax.ShapeDtypeStruct(self.shape, self.dtype))
@@ -61,7 +61,7 @@ def main() -> int:
   parser.add_argument("--gpu", default="h200", choices=list(targets.CHIPS))
   parser.add_argument("--topology", default="1x1x2", help="slices x processes x GPUs of each")
   parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-  parser.add_argument("bench", choices=BENCHES)
+  parser.add_argument("bench", choices=list(BENCHES))
   args, rest = parser.parse_known_args()
   if args.action == "run":
     with loading(args.folder):
@@ -71,7 +71,7 @@ def main() -> int:
     return subprocess.run(command, env=targets.environment(), check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
   with saving(args.folder), pretending(devices):
-    (layer if args.bench == "layer" else matrix).main(rest)
+    BENCHES[args.bench].main(rest)
   return 0
 
 
@@ -80,8 +80,8 @@ def saving(folder: pathlib.Path) -> Iterator[None]:
   """Whatever is compiled is written to the folder, unless it is there."""
   folder.mkdir(parents=True, exist_ok=True)
 
-  def compile_and_save(program: Any, compile_it: Compile) -> Any:
-    path = folder / key(program)
+  def compile_and_save(name: str, compile_it: Compile) -> None:
+    path = folder / name
     if not path.exists():
       part = path.with_suffix(f".{os.getpid()}")
       compiled = compile_it()
@@ -97,8 +97,8 @@ def saving(folder: pathlib.Path) -> Iterator[None]:
 def loading(folder: pathlib.Path) -> Iterator[None]:
   """What would be compiled is read from the folder, if it is there."""
 
-  def load(program: Any, compile_it: Compile) -> Any:
-    path = folder / key(program)
+  def load(name: str, compile_it: Compile) -> Any:
+    path = folder / name
     if not path.exists():
       return compile_it()
     devices, saved = pickle.loads(path.read_bytes())
@@ -116,14 +116,14 @@ def key(program: Any) -> str:
 
 
 @contextlib.contextmanager
-def compiling(way: Callable[[Any, Compile], Any]) -> Iterator[None]:
-  """Programs are compiled in this way: a function of the program and of how JAX compiles it."""
+def compiling(way: Callable[[str, Compile], Any]) -> Iterator[None]:
+  """Programs are compiled in this way: a function of a program's key and of how JAX compiles it."""
   compiles = jax.stages.Lowered.compile
 
   def compile_it(self: Any, *args: Any, **options: Any) -> Any:
-    start = time.perf_counter()
-    compiled = way(self, lambda: compiles(self, *args, **options))
-    print(f"{key(self)}: {time.perf_counter() - start:.1f} s", flush=True)
+    start, name = time.perf_counter(), key(self)
+    compiled = way(name, lambda: compiles(self, *args, **options))
+    print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     return compiled
 
   with mock.patch.object(jax.stages.Lowered, "compile", compile_it):

@@ -300,17 +300,15 @@ def _once_there(static: Static, rows_CD: Array, routing: Routing) -> tuple[Array
 
   Collectives have their table of copies before, so that copies follow the dispatch at once.
   """
-  placement = {name: getattr(routing, name) for name in ("replica_expert_GS", "parent_GS")}
+  names = set(Routing._fields)
   if "mosaic_gpu" not in static.replicating:
-    routing = routing._replace(**dict.fromkeys(placement))
-  leaves, tree = jax.tree.flatten(routing)
+    names -= {"replica_expert_GS", "parent_GS"}
+  leaves, tree = jax.tree.flatten({name: getattr(routing, name) for name in names})
   computed = [leaf for leaf in leaves if leaf.size]  # empty ones in loops crash XLA:CPU's compiler
   rows_CD, computed = lax.optimization_barrier((rows_CD, computed))
   after = iter(computed)
-  routing = tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
-  if "mosaic_gpu" not in static.replicating:
-    routing = routing._replace(**placement)
-  return rows_CD, routing
+  held = tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
+  return rows_CD, routing._replace(**held)
 
 
 def _with_tables_of(routing: Routing, seen: Routing) -> Routing:
