@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from typing import Literal
 
 _MOST = 2**31 - 1
 
@@ -14,6 +15,11 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
   """An integer of at least 0."""
   return _integer(text, 0)
+
+
+def replica_slots(text: str) -> int | Literal["auto"]:
+  """An integer of at least 0, or ``auto``, as for ``BalanceConfig.replica_slots``."""
+  return "auto" if text == "auto" else _integer(text, 0)
 
 
 def amount(text: str) -> float:

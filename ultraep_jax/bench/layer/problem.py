@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +180,9 @@ def make_loads(
 
 
 @functools.partial(jax.jit, static_argnames=("ranks", "slots"))
-def histories(past_WE: Array, load_NE: Array, ranks: int, slots: int) -> eplb.History:
+def histories(
+  past_WE: Array, load_NE: Array, ranks: int, slots: int | Literal["auto"]
+) -> eplb.History:
   """EPLB's state before each of N batches, which come after a window of W.
 
   It places copies by the whole window once that is over, and again W batches later.

@@ -13,10 +13,17 @@ from jax.sharding import PartitionSpec as P
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
-from ultraep_jax.bench.layer.variants import SLACK, bound, layer, one_call, planned
+from ultraep_jax.bench.layer.variants import (
+  SLACK,
+  Factor,
+  bound,
+  capacity_rows,
+  layer,
+  one_call,
+  planned,
+)
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan
-from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.tables import table_of_records
 
 Row = dict[str, Any]
@@ -60,17 +67,18 @@ def memory(
 ) -> list[Row]:
   """What one call takes of a device as compiled, with buffers that drop nothing.
 
-  ``none`` has either a buffer for its busiest rank, or the others' and several rounds.
+  ``none`` has either a buffer for its busiest rank, or a tight one and several rounds.
   """
   rows = []
   for name, problem in problems:
     for direction in args.passes:
-      for variant, factor in (
+      cases: tuple[tuple[str, Factor], ...] = (
         ("none", max(SLACK, problem.busiest)),
         ("none", SLACK),
-        ("quota", SLACK),
-        ("ideal", SLACK),
-      ):
+        ("quota", "auto"),
+        ("ideal", "auto"),
+      )
+      for variant, factor in cases:
         rows.append(_memory(mesh, name, problem, direction, variant, factor, args))
   print(_memory_table(rows), flush=True)
   return rows
@@ -82,7 +90,7 @@ def _memory(
   problem: Problem,
   direction: str,
   variant: str,
-  factor: float,
+  factor: Factor,
   args: argparse.Namespace,
 ) -> Row:
   call = one_call(layer(variant, problem, args, factor), direction)
@@ -96,7 +104,7 @@ def _memory(
   with timing.quiet():
     compiled = jax.jit(function).lower(*problem.arguments).compile()
   tokens, top_k = problem.arrays.gate.shape[0] // mesh.size, problem.arrays.gate.shape[1]
-  buffer = row_capacity(tokens, top_k, mesh.size, BalanceConfig(capacity_factor=factor))
+  buffer = capacity_rows(problem, BalanceConfig(capacity_factor=factor))
   busiest = planned(variant, problem, args)
   analysis = compiled.memory_analysis()
   return {

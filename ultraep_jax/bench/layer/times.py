@@ -16,6 +16,8 @@ from ultraep_jax.bench import contest, timing
 from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
 from ultraep_jax.bench.layer.variants import BALANCED, bound, capacity, layer, one_call
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.strategies import eplb
 from ultraep_jax.tables import table_of_records
 from ultraep_jax.tools.errors import described
@@ -185,7 +187,9 @@ def after(
   ]
   worst = {k: float(max(e[k] for e in each)) for k in ("imbalance_before", "imbalance_after")}
   mean = {k: float(np.mean([e[k] for e in each])) for k in ("replicas", "replica_megabytes")}
-  least = max(bound(load_GE, args.slots) for load_GE in problem.load_NGE)
+  _, ranks, experts = problem.load_NGE.shape
+  slots = num_slots(BalanceConfig(replica_slots=args.slots), experts, ranks)
+  least = max(bound(load_GE, slots) for load_GE in problem.load_NGE)
   return worst | mean | {"rounds": float(max(e["rounds"] for e in each)), "bound": least}
 
 

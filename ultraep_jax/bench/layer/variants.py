@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer.problem import AXIS, Problem
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import moe
+from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import layer_cost
 from ultraep_jax.strategies import eplb
 from ultraep_jax.types import Array, ExpertWeights, PlanCost
@@ -25,11 +26,12 @@ ELSEWHERE = ("nodes", "portable")  # by quota, as if each rank were a node by it
 BALANCED = ("quota", "quota-time", "eplb", *ELSEWHERE)
 SLACK = 1.0625
 
+Factor = float | Literal["auto"]
 Layer = Callable[[Array, Array, Array, ExpertWeights, eplb.History], tuple[Array, Any]]
 
 
 def layer(
-  variant: str, problem: Problem, args: argparse.Namespace, capacity_factor: float | None = None
+  variant: str, problem: Problem, args: argparse.Namespace, capacity_factor: Factor | None = None
 ) -> Layer:
   """The layer of a variant on one rank's part; also returns what it did, if it says so.
 
@@ -59,7 +61,7 @@ def layer(
   return ours
 
 
-def config_of(variant: str, args: argparse.Namespace, capacity_factor: float) -> BalanceConfig:
+def config_of(variant: str, args: argparse.Namespace, capacity_factor: Factor) -> BalanceConfig:
   """The configuration of one of our layers; EPLB's still lacks its history."""
   strategy = "quota" if variant in BALANCED else variant
   return BalanceConfig(
@@ -78,10 +80,10 @@ def with_history(config: BalanceConfig, variant: str, state: eplb.History) -> Ba
   return dataclasses.replace(config, strategy=eplb.planner(state)) if variant == "eplb" else config
 
 
-def capacity(variant: str, problem: Problem, args: argparse.Namespace) -> float:
-  """Rows of a buffer over T·K: made to measure for those that leave a rank busier than others."""
+def capacity(variant: str, problem: Problem, args: argparse.Namespace) -> Factor:
+  """``capacity_factor``, made to measure for those that leave a rank busier than others."""
   if variant not in ("none", "eplb"):
-    return SLACK
+    return "auto"
   return max(SLACK, planned(variant, problem, args))
 
 
@@ -91,15 +93,22 @@ def planned(variant: str, problem: Problem, args: argparse.Namespace) -> float:
     return problem.busiest
   if variant == "ideal":
     return 1.0
+  config, arrays = config_of(variant, args, "auto"), problem.arrays
+  rows = capacity_rows(problem, config)
+  cost = layer_cost(arrays.x.dtype, arrays.weights, rows, config).plan
   mean = float(problem.load_NGE[0].sum(axis=1).mean())
-  config = config_of(variant, args, SLACK)
-  arrays = problem.arrays
-  cost = layer_cost(arrays.x.dtype, arrays.weights, round(SLACK * mean), config).plan
   rows_N = [
     int(_busiest(jnp.asarray(load_GE), problem.state(n), config, variant, cost))
     for n, load_GE in enumerate(problem.load_NGE)
   ]
   return max(rows_N) / mean
+
+
+def capacity_rows(problem: Problem, config: BalanceConfig) -> int:
+  """C, the rows of a rank's buffer by such a configuration."""
+  x, ranks = problem.arrays.x, problem.load_NGE.shape[1]
+  tokens, top_k = x.shape[0] // ranks, problem.arrays.gate.shape[1]
+  return row_capacity(tokens, top_k, ranks, config, x.shape[1] * x.dtype.itemsize)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "variant", "cost"))

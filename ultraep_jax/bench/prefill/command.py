@@ -39,10 +39,18 @@ from ultraep_jax.bench.prefill.arrivals import Point, find_limit, offer, poisson
 from ultraep_jax.bench.prefill.loads import planned, rank_imbalance, reachable_floor
 from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.files import check_output, write_text
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.serve import EngineConfig, PrefillEngine
 from ultraep_jax.serve.metrics import imbalance
 from ultraep_jax.serve.programs import Programs
-from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive
+from ultraep_jax.tools.arguments import (
+  amount,
+  factor,
+  natural,
+  nonnegative,
+  positive,
+  replica_slots,
+)
 from ultraep_jax.types import LayerStats
 
 STRATEGIES = ("none", "quota", "ideal")
@@ -70,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
   parser.add_argument("--ranks", type=positive, help="default: all devices")
   parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-  parser.add_argument("--slots", type=natural, default=2)
+  parser.add_argument("--slots", type=replica_slots, default="auto", help="replica slots a rank")
   parser.add_argument(
     "--capacity-factor",
     type=factor,
@@ -215,19 +223,20 @@ class Bench:
       prefill_model.set_skew(self.model, probe, batches, args.skew, args.calibrate, args.seed)
     # One token group, since the mesh has one axis.
     loads = np.stack([probe.loads(self.model, batch)[:, 0] for batch in batches])
+    slots = num_slots(BalanceConfig(replica_slots=args.slots), loads.shape[-1], self.ranks)
     rows = [
       {
         "home": float(np.mean([rank_imbalance(m.sum(axis=0), self.ranks) for m in layer_N])),
         "planned": float(np.mean([planned(m, args.slots) for m in layer_N])),
         "floor": float(
-          np.mean([reachable_floor(m.sum(axis=0), self.ranks, args.slots) for m in layer_N])
+          np.mean([reachable_floor(m.sum(axis=0), self.ranks, slots) for m in layer_N])
         ),
       }
       for layer_N in loads.swapaxes(0, 1)
     ]
     self.results["loads"] = rows
     self.say(f"busiest over mean rank, {len(batches)} full batches")
-    print(report.loads_table(rows, args.slots, each=len(rows) <= 8), flush=True)
+    print(report.loads_table(rows, slots, each=len(rows) <= 8), flush=True)
 
   def _engine(self, name: str) -> PrefillEngine:
     return PrefillEngine(

@@ -40,7 +40,14 @@ from ultraep_jax.bench.train.step import Metrics, Options, Program
 from ultraep_jax.bench.train.transformer import AXIS, DTYPE, Attend, Sizes, attend
 from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.files import check_output, write_text
-from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive
+from ultraep_jax.tools.arguments import (
+  amount,
+  factor,
+  natural,
+  nonnegative,
+  positive,
+  replica_slots,
+)
 from ultraep_jax.tools.errors import described
 from ultraep_jax.tools.progress import progress
 
@@ -69,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--top-k", type=positive, default=Sizes.top_k)
   parser.add_argument("--seq", type=positive, default=Sizes.seq, help="bytes of a sequence")
   parser.add_argument("--batch", type=positive, default=2, help="sequences per rank")
-  parser.add_argument("--slots", type=natural, default=2)
+  parser.add_argument("--slots", type=replica_slots, default="auto", help="replica slots a rank")
   parser.add_argument("--objective", default="time", choices=["balance", "time"])
   parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--attention", default="auto", choices=["auto", "cudnn", "xla"])
@@ -223,13 +230,13 @@ class Bench:
 
   def config(self, variant: str, busiest: float = 1.0) -> BalanceConfig:
     """A variant's; ``busiest`` over mean rank sizes the buffer of ``none``, in steps of 1/16."""
-    factor = math.ceil(16 * busiest * 1.02) / 16 if variant == "none" else SLACK
+    measured = min(max(math.ceil(16 * busiest * 1.02) / 16, SLACK), float(self.ranks))
     return BalanceConfig(
       replica_slots=self.args.slots,
       strategy=variant,
       objective=self.args.objective,
       implementation=self.args.implementation,
-      capacity_factor=min(max(factor, SLACK), float(self.ranks)),
+      capacity_factor=measured if variant == "none" else "auto",
     )
 
   def compile(self, configs: Iterable[BalanceConfig]) -> bool:
@@ -237,7 +244,7 @@ class Bench:
     configs = list(configs)
     failed = self.program.compile(configs)
     for config in dict.fromkeys(configs):
-      name = f"{config.strategy} with a buffer of {config.capacity_factor:.4g} T K rows"
+      name = f"{config.strategy} with a buffer of {config.capacity_factor} T K rows"
       if config in failed:
         error = failed[config]
         self.say(f"{name}: {described(error, most=500)}")
