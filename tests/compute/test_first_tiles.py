@@ -19,17 +19,24 @@ from layer_problems import (
 from slots import HOME, REPLICA, SIZES, C, D, F, normal, poison, reference
 
 import ultraep_jax as uep
-from ultraep_jax.compute import first_tiles, grouped, tile_matmul
+from ultraep_jax.compute import first_tiles, grouped, tile_matmul, tiles
+from ultraep_jax.compute.tiles import Tiles
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
-@pytest.fixture(params=[8, 128])
+@pytest.fixture(params=[(8, 3), (8, 1), (128, 16)])
 def least(request, monkeypatch):
-  """Rows of a tile at least: so few that slots have more, and as many as on GPUs."""
-  monkeypatch.setattr(first_tiles, "_LEAST", request.param)
+  """Rows of a tile at least: so few that slots have more, and as many as on GPUs.
+
+  And tiles of a turn: several, one, and more than there are.
+  """
+  least, several = request.param
+  monkeypatch.setattr(first_tiles, "_LEAST", least)
+  monkeypatch.setattr(tiles, "_MOST_TILES", several)
+  monkeypatch.setattr(tiles, "_MOST_TIMES_ROWS", min(several, 4))
   jax.clear_caches()
-  yield request.param
+  yield least
   jax.clear_caches()
 
 
@@ -92,9 +99,16 @@ def test_few_rows_do_not_read_the_weights_of_all_experts(monkeypatch):
 
 
 def test_the_loop_has_no_turn_for_slots_that_fit_a_tile():
-  tiles = tile_matmul._Tiles.of(1024, jnp.array([128, 0, 129, 300, 5], jnp.int32), 4)
+  rows = first_tiles.tile_rows(1024, 4)
+  tiles = Tiles.of(1024, jnp.array([128, 0, 129, 300, 5], jnp.int32), rows, 4, rows)
   assert tiles.rows == 256
   assert tiles.end_P.tolist() == [0, 0, 0, 1, 2]  # the rest of 300, and a replica's 5
+
+
+def test_what_a_turn_does():
+  assert [tiles.tiles_of_turn(rows, 2048 * 768) for rows in (128, 1024, 4096)] == [16, 12, 3]
+  assert tiles.tiles_of_turn(1024, 4096 * 14336) == 1
+  assert [tiles.rows_of_turn(rows, 2048 * 768) for rows in (128, 1024, 4096)] == [512, 3072, 4096]
 
 
 def on_a_gpu(problem, config, monkeypatch):
