@@ -17,7 +17,7 @@ def natural(text: str) -> int:
   return _integer(text, 0)
 
 
-def replica_slots(text: str) -> int | Literal["auto"]:
+def slot_count(text: str) -> int | Literal["auto"]:
   """An integer of at least 0, or ``auto``, as for ``BalanceConfig.replica_slots``."""
   return "auto" if text == "auto" else _integer(text, 0)
 

@@ -32,7 +32,7 @@ from ultraep_jax.bench.machine import devices
 from ultraep_jax.config import Implementation
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools import processes
-from ultraep_jax.tools.arguments import factor, positive, replica_slots
+from ultraep_jax.tools.arguments import factor, positive, slot_count
 
 PASSES = ("forward", "train")
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--experts", type=positive, help="default: 16 a rank")
   parser.add_argument("--tokens", type=positive, default=8192, help="per rank")
   parser.add_argument("--top-k", type=positive)
-  parser.add_argument("--slots", type=replica_slots, default="auto", help="replica slots a rank")
+  parser.add_argument("--slots", type=slot_count, default="auto", help="replica slots a rank")
   parser.add_argument("--objective", default="balance", choices=["balance", "time"])
   parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--dispatch-dtype", choices=["float8_e4m3fn"], help="that tokens cross in")

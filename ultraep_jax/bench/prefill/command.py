@@ -43,14 +43,7 @@ from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.serve import EngineConfig, PrefillEngine
 from ultraep_jax.serve.metrics import imbalance
 from ultraep_jax.serve.programs import Programs
-from ultraep_jax.tools.arguments import (
-  amount,
-  factor,
-  natural,
-  nonnegative,
-  positive,
-  replica_slots,
-)
+from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive, slot_count
 from ultraep_jax.types import LayerStats
 
 STRATEGIES = ("none", "quota", "ideal")
@@ -78,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
   parser.add_argument("--ranks", type=positive, help="default: all devices")
   parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-  parser.add_argument("--slots", type=replica_slots, default="auto", help="replica slots a rank")
+  parser.add_argument("--slots", type=slot_count, default="auto", help="replica slots a rank")
   parser.add_argument(
     "--capacity-factor",
     type=factor,

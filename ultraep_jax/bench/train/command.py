@@ -40,14 +40,7 @@ from ultraep_jax.bench.train.step import Metrics, Options, Program
 from ultraep_jax.bench.train.transformer import AXIS, DTYPE, Attend, Sizes, attend
 from ultraep_jax.config import BalanceConfig, Implementation
 from ultraep_jax.files import check_output, write_text
-from ultraep_jax.tools.arguments import (
-  amount,
-  factor,
-  natural,
-  nonnegative,
-  positive,
-  replica_slots,
-)
+from ultraep_jax.tools.arguments import amount, factor, natural, nonnegative, positive, slot_count
 from ultraep_jax.tools.errors import described
 from ultraep_jax.tools.progress import progress
 
@@ -76,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--top-k", type=positive, default=Sizes.top_k)
   parser.add_argument("--seq", type=positive, default=Sizes.seq, help="bytes of a sequence")
   parser.add_argument("--batch", type=positive, default=2, help="sequences per rank")
-  parser.add_argument("--slots", type=replica_slots, default="auto", help="replica slots a rank")
+  parser.add_argument("--slots", type=slot_count, default="auto", help="replica slots a rank")
   parser.add_argument("--objective", default="time", choices=["balance", "time"])
   parser.add_argument("--implementation", default="auto", choices=get_args(Implementation))
   parser.add_argument("--attention", default="auto", choices=["auto", "cudnn", "xla"])
