@@ -36,10 +36,12 @@ from ultraep_jax.bench.compile import targets
 from ultraep_jax.bench.layer import command as layer
 from ultraep_jax.bench.layer import problem
 from ultraep_jax.bench.matrix import command as matrix
+from ultraep_jax.bench.stress import command as stress
+from ultraep_jax.bench.stress import layer as stress_layer
 from ultraep_jax.tools import processes
 
 Compile = Callable[..., Any]
-BENCHES = {"layer": layer, "matrix": matrix}
+BENCHES = {"layer": layer, "matrix": matrix, "stress": stress}
 
 
 class Abstract(jax.ShapeDtypeStruct):
@@ -47,15 +49,20 @@ class Abstract(jax.ShapeDtypeStruct):
 
   def __getitem__(self, index: Any) -> "Abstract":
     shape = jax.eval_shape(lambda array: array[index], jax.ShapeDtypeStruct(self.shape, self.dtype))
-    return Abstract(shape.shape, shape.dtype, sharding=self.sharding)
+    mesh, lost = self.sharding.mesh, self.ndim - shape.ndim  # leading axes
+    kept = [
+      tuple(name for name in jax.tree.leaves(names) if mesh.shape[name] > 1)
+      for names in self.sharding.spec[lost:]
+    ]
+    return Abstract(shape.shape, shape.dtype, sharding=NamedSharding(mesh, P(*kept)))
 
 
 class Made(Exception):
-  """The programs of a group of cells are compiled; there is nothing to time."""
+  """The programs of a group of cells, or of a comparison, are compiled; there is nothing to run."""
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
   parser.add_argument("action", choices=["make", "run"])
   parser.add_argument("folder", type=pathlib.Path)
   parser.add_argument("--gpu", default="h200", choices=list(targets.CHIPS))
@@ -70,7 +77,7 @@ def main() -> int:
     command = [sys.executable, __file__, "make", "--here", *sys.argv[2:]]
     return subprocess.run(command, env=targets.environment(), check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
-  with saving(args.folder), pretending(devices):
+  with saving(args.folder), pretending(devices), contextlib.suppress(Made):
     BENCHES[args.bench].main(rest)
   return 0
 
@@ -137,18 +144,22 @@ def pretending(devices: list[Any]) -> Iterator[None]:
   def put(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda leaf: Abstract(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
-  def normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Abstract:
+  def normal(
+    mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int, spec: P | None = None
+  ) -> Abstract:
     del seed, scale
-    return Abstract(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P(problem.AXIS)))
+    sharding = NamedSharding(mesh, spec or P(problem.AXIS))
+    return Abstract(sizes, jnp.bfloat16, sharding=sharding)
 
-  def make_mesh(sizes: Any, names: Any, *, axis_types: Any, devices: Any) -> jax.sharding.Mesh:
+  def make_mesh(sizes: Any, names: Any, axis_types: Any, *, devices: Any) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(sizes), names, axis_types=axis_types)
 
-  compile_group = matrix.compile_group
+  def only(compile_them: Compile) -> Compile:
+    def compile_only(*args: Any) -> None:
+      compile_them(*args)
+      raise Made("compiled")
 
-  def compile_only(*args: Any) -> None:
-    compile_group(*args)
-    raise Made("compiled")
+    return compile_only
 
   with contextlib.ExitStack() as stack:
     for owner, name, value in [
@@ -156,9 +167,13 @@ def pretending(devices: list[Any]) -> Iterator[None]:
       (problem, "random_normal", normal),
       (jax, "make_mesh", make_mesh),
       (matrix, "devices", lambda *_, **__: devices),
-      (matrix, "compile_group", compile_only),
+      (matrix, "compile_group", only(matrix.compile_group)),
       (layer, "devices", lambda *_, **__: devices),
       (layer, "measure", lambda *_: []),
+      (stress, "devices", lambda **_: devices),
+      (stress, "devices_for_kernels", lambda **_: devices),
+      (stress_layer, "_compiled", only(stress_layer._compiled)),
+      (jnp, "flip", lambda array, axis: array),  # it keeps the shape, which is all that there is
     ]:
       stack.enter_context(mock.patch.object(owner, name, value))
     yield

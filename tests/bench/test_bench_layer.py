@@ -17,7 +17,14 @@ from ultraep_jax.bench.layer import command as layer
 from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer import plot as layer_plot
 from ultraep_jax.bench.layer import times as layer_times
-from ultraep_jax.bench.layer.problem import Arrays, Problem, Shape, histories, make_loads
+from ultraep_jax.bench.layer.problem import (
+  Arrays,
+  Problem,
+  Shape,
+  histories,
+  make_loads,
+  mesh_of,
+)
 from ultraep_jax.bench.layer.variants import SLACK, VARIANTS, bound, capacity, config_of, planned
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
@@ -86,6 +93,23 @@ def test_check_compares_balanced_variants(capsys, monkeypatch):
   args.variants = ["nodes"]
   with pytest.raises(AssertionError, match="nodes"):
     layer_times.check(mesh, "a shape", 1.5, problem, args)
+
+
+def test_meshes_beside_one_another_have_loads_of_their_own():
+  args = arguments(data=2, ranks=4, variants=["quota"], steps=3)
+  mesh = mesh_of(jax.devices()[:4], 2)
+  assert dict(mesh.shape) == {"data": 2, "expert": 2}
+  assert dict(mesh_of(mesh.devices).shape) == {"expert": 4}
+  (problem,) = layer.make_problems(mesh, [1.5], args).values()
+  assert problem.load_NGE.shape == (6, 2, 8) and problem.tokens == 64
+  assert problem.arrays.x.shape[0] == 4 * 64 and problem.arrays.weights.wo.shape[0] == 8
+  assert len({load.tobytes() for load in problem.load_NGE}) == 6
+  chosen = np.asarray(problem.index).reshape(6, 2, -1)  # steps, then meshes; ranks of each
+  for load_GE, index_G in zip(problem.load_NGE, chosen, strict=True):
+    np.testing.assert_array_equal([np.bincount(index, minlength=8) for index in index_G], load_GE)
+  row = layer_times.after(mesh, problem, "quota", args)
+  assert row["imbalance_before"] == pytest.approx(1.5, abs=0.03) and row["imbalance_after"] == 1.0
+  layer_times.check(mesh, "a shape", 1.5, problem, args)
 
 
 def test_bound_holds_and_is_reached_on_flat_loads():
@@ -175,6 +199,7 @@ def test_figure_has_the_times_over_ideal():
       "--check --variants none ideal portable",
       "--check: expected a balanced one among --variants",
     ),
+    ("--data 2 --variants none eplb", "--data: expected no eplb among --variants"),
   ],
 )
 def test_variants_that_do_not_suffice_are_refused_before_measuring(flags, message, capsys):

@@ -25,7 +25,16 @@ import jax
 
 from ultraep_jax.bench.layer import plot as layer_plot
 from ultraep_jax.bench.layer import tables as layer_tables
-from ultraep_jax.bench.layer.problem import AXIS, LARGE, LOADS, SHAPES, Arrays, Problem, scaled
+from ultraep_jax.bench.layer.problem import (
+  AXIS,
+  LARGE,
+  LOADS,
+  SHAPES,
+  Arrays,
+  Problem,
+  mesh_of,
+  scaled,
+)
 from ultraep_jax.bench.layer.times import Case, Programs, check, checked, measure
 from ultraep_jax.bench.layer.variants import ELSEWHERE, VARIANTS
 from ultraep_jax.bench.machine import devices
@@ -33,6 +42,7 @@ from ultraep_jax.config import Implementation
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import factor, positive, slot_count
+from ultraep_jax.tools.errors import CommandError
 
 PASSES = ("forward", "train")
 
@@ -49,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error("--plot: expected ideal and others among --variants, got " + str(args.variants))
   if args.check and not checked(args.variants):
     parser.error("--check: expected a balanced one among --variants, got " + str(args.variants))
+  if args.data > 1 and "eplb" in args.variants:
+    parser.error("--data: expected no eplb among --variants, whose history is that of one mesh")
   if args.plot and importlib.util.find_spec("matplotlib") is None:
     parser.error("--plot: expected Matplotlib, got none: pip install 'ultraep-jax[paper]'")
   return processes.run(run, args)
@@ -64,7 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   processes.add_argument(parser)
   parser.add_argument("--ranks", type=positive, help="default: all devices")
-  parser.add_argument("--experts", type=positive, help="default: 16 a rank")
+  parser.add_argument(
+    "--data",
+    type=positive,
+    default=1,
+    metavar="N",
+    help="meshes of experts beside one another, each with its own tokens and loads (1)",
+  )
+  parser.add_argument("--experts", type=positive, help="default: 16 a rank of their mesh")
   parser.add_argument("--tokens", type=positive, default=8192, help="per rank")
   parser.add_argument("--top-k", type=positive)
   parser.add_argument("--slots", type=slot_count, default="auto", help="replica slots a rank")
@@ -111,8 +130,9 @@ def run(args: argparse.Namespace) -> int:
     least=2 if max(args.ratios) > 1 else 1,
     full_size=args.scale == 1 and not args.bounds,
   )
-  axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.sharding.Mesh(found, (AXIS,), axis_types=axis_types)  # make_mesh refuses several nodes
+  if len(found) % args.data:
+    raise CommandError(f"--data: expected a divisor of {len(found)} devices, got {args.data}")
+  mesh = mesh_of(found, args.data)
   print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)
   results: dict[str, Any] = {
     "jax": jax.__version__,
@@ -127,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
   if args.bounds:
     top_k = {scaled(name, args).top_k for name in args.shapes}
     results["bounds"] = [
-      row for k in sorted(top_k) for row in layer_tables.bounds(args, mesh.size, k)
+      row for k in sorted(top_k) for row in layer_tables.bounds(args, mesh.shape[AXIS], k)
     ]
     save()
   if args.memory is not None:

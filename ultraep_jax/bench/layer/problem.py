@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from ultraep_jax.strategies import eplb
 from ultraep_jax.tools import processes
 from ultraep_jax.types import Array, ExpertWeights
 
-AXIS = "expert"
+DATA, AXIS = "data", "expert"
 LOADS = ("zipf", "flat", "drifting")
 
 
@@ -59,10 +60,31 @@ def scaled(name: str, args: argparse.Namespace) -> Shape:
   return shape._replace(top_k=args.top_k or shape.top_k)
 
 
-def random_normal(mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int) -> Array:
-  """bfloat16, the leading axis over the ranks; each rank makes its own part."""
+def mesh_of(devices: Sequence[Any], data: int = 1) -> jax.sharding.Mesh:
+  """Of experts, or of several such meshes beside one another, which share weights alone."""
+  array = np.array(devices).reshape(-1) if data == 1 else np.array(devices).reshape(data, -1)
+  names = (DATA, AXIS)[-array.ndim :]
+  axis_types = (jax.sharding.AxisType.Auto,) * array.ndim
+  return jax.sharding.Mesh(array, names, axis_types=axis_types)  # make_mesh refuses several nodes
 
-  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
+
+def tokens_spec(mesh: jax.sharding.Mesh) -> P:
+  """Of arrays whose leading axis has every rank's tokens."""
+  return P(mesh.axis_names)
+
+
+def specs(mesh: jax.sharding.Mesh) -> tuple[P, ...]:
+  """Of a problem's arguments, on the mesh."""
+  tokens = tokens_spec(mesh)
+  return tokens, P(None, *tokens), tokens, P(AXIS), P()
+
+
+def random_normal(
+  mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int, spec: P | None = None
+) -> Array:
+  """bfloat16, the leading axis over the experts' ranks; each rank makes its own part."""
+
+  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, spec or P(AXIS)))
   def make_array(key: Array) -> Array:
     return (scale * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
 
@@ -79,8 +101,8 @@ class Arrays:
 
   @classmethod
   def make(cls, mesh: jax.sharding.Mesh, shape: Shape, args: argparse.Namespace) -> "Arrays":
-    ranks, width, inner = mesh.size, shape.width, shape.inner
-    experts = args.experts or 16 * ranks
+    width, inner, tokens = shape.width, shape.inner, tokens_spec(mesh)
+    experts = args.experts or 16 * mesh.shape[AXIS]
 
     normal = functools.partial(random_normal, mesh)
     weights = ExpertWeights(
@@ -88,11 +110,11 @@ class Arrays:
       normal(2, width**-0.5, experts, width, inner),
       normal(3, inner**-0.5, experts, inner, width),
     )
-    total = ranks * args.tokens
+    total = mesh.size * args.tokens
     gate = np.random.default_rng(0).random((total, shape.top_k)).astype(np.float32)
     return cls(
-      normal(0, 1.0, total, width),
-      processes.put(gate, NamedSharding(mesh, P(AXIS))),
+      normal(0, 1.0, total, width, spec=tokens),
+      processes.put(gate, NamedSharding(mesh, tokens)),
       weights,
     )
 
@@ -102,8 +124,9 @@ class Problem:
   """The arrays that all variants work on, and the loads on the host.
 
   Attributes:
-    load_NGE: the loads that calls cycle through.
-    index: ``[N, G * T, K]`` int32, tokens with these loads.
+    load_NGE: the loads that calls cycle through. On a mesh with a data axis each call has as many
+      of them as that axis has ranks, and G counts ranks of the other.
+    index: ``[steps, ranks * T, K]`` int32, tokens with these loads.
     history: what EPLB knew before each of the N, leaves with a leading axis N.
     arrays: the rest.
   """
@@ -118,13 +141,15 @@ class Problem:
     cls, mesh: jax.sharding.Mesh, arrays: Arrays, ratio: float, args: argparse.Namespace
   ) -> "Problem":
     top_k, experts = arrays.gate.shape[1], arrays.weights.wo.shape[0]
-    load_WGE, load_NGE = make_loads(ratio, experts, mesh.size, top_k, args)
+    ranks = mesh.shape[AXIS]
+    load_WGE, load_NGE = make_loads(ratio, experts, ranks, top_k, args, mesh.size // ranks)
     index = [
       testing.expert_indices(seed, load_GE, top_k).reshape(-1, top_k)
       for seed, load_GE in enumerate(load_NGE)
     ]
-    history = histories(load_WGE.sum(axis=1), load_NGE.sum(axis=1), mesh.size, args.slots)
-    sharded = processes.put(np.stack(index).astype(np.int32), NamedSharding(mesh, P(None, AXIS)))
+    history = histories(load_WGE.sum(axis=1), load_NGE.sum(axis=1), ranks, args.slots)
+    index = np.stack(index).astype(np.int32).reshape(args.steps, -1, top_k)
+    sharded = processes.put(index, NamedSharding(mesh, specs(mesh)[1]))
     return cls(load_NGE, sharded, processes.put(history, NamedSharding(mesh, P())), arrays)
 
   @property
@@ -133,6 +158,13 @@ class Problem:
     steps, ranks, experts = self.load_NGE.shape
     rank_NG = self.load_NGE.sum(axis=1).reshape(steps, ranks, experts // ranks).sum(-1)
     return float((rank_NG.max(axis=1) / rank_NG.mean(axis=1)).max())
+
+  @property
+  def tokens(self) -> int:
+    """T, of each rank."""
+    steps, tokens, _ = self.index.shape
+    loads, ranks, _ = self.load_NGE.shape
+    return steps * tokens // (loads * ranks)
 
   def state(self, n: int) -> eplb.History:
     """What EPLB knew before the n-th load."""
@@ -144,19 +176,16 @@ class Problem:
     return a.x, self.index, a.gate, a.weights, self.history
 
 
-# Of a problem's arguments, on the mesh.
-SPECS = (P(AXIS), P(None, AXIS), P(AXIS), P(AXIS), P())
-
-
 def make_loads(
-  ratio: float, experts: int, ranks: int, top_k: int, args: argparse.Namespace
+  ratio: float, experts: int, ranks: int, top_k: int, args: argparse.Namespace, data: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-  """A window of past loads ``[W, G, E]``, and those to measure, ``[N, G, E]``.
+  """A window of past loads ``[W, G, E]``, and those to measure, ``[steps * data, G, E]``.
 
   ``zipf`` and ``flat`` shuffle every step, so that the past says nothing. ``drifting`` changes as
   in the simulator's training, and has the ratio on average only.
   """
-  steps = args.window + args.steps
+  here = args.steps * data
+  steps = args.window + here
   sizes = experts, ranks, args.tokens, top_k
   if ratio == 1.0:
     loads = np.stack([testing.balanced_loads(seed, *sizes) for seed in range(steps)])
@@ -174,8 +203,8 @@ def make_loads(
     make = testing.zipf_loads if args.loads == "zipf" else testing.flat_loads
     loads = np.stack([make(seed, *sizes, ratio) for seed in range(steps)])
   # The first seeds are measured, whatever the window; the past of drifting loads comes first.
-  measured = slice(args.window, None) if args.loads == "drifting" else slice(args.steps)
-  past = slice(args.window) if args.loads == "drifting" else slice(args.steps, None)
+  measured = slice(args.window, None) if args.loads == "drifting" else slice(here)
+  past = slice(args.window) if args.loads == "drifting" else slice(here, None)
   return loads[past], loads[measured]
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from ultraep_jax import testing
 from ultraep_jax.bench import timing
-from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
+from ultraep_jax.bench.layer.problem import Problem, specs, tokens_spec
 from ultraep_jax.bench.layer.variants import (
   SLACK,
   Factor,
@@ -97,13 +96,13 @@ def _memory(
   function = jax.shard_map(
     functools.partial(call, jnp.int32(0)),
     mesh=mesh,
-    in_specs=SPECS,
-    out_specs=P(AXIS),
+    in_specs=specs(mesh),
+    out_specs=tokens_spec(mesh),
     check_vma=False,
   )
   with timing.quiet():
     compiled = jax.jit(function).lower(*problem.arguments).compile()
-  tokens, top_k = problem.arrays.gate.shape[0] // mesh.size, problem.arrays.gate.shape[1]
+  chosen = problem.tokens * problem.arrays.gate.shape[1]
   buffer = capacity_rows(problem, BalanceConfig(capacity_factor=factor))
   busiest = planned(variant, problem, args)
   analysis = compiled.memory_analysis()
@@ -114,7 +113,7 @@ def _memory(
     "variant": variant,
     "capacity_factor": factor,
     "buffer_rows": buffer,
-    "rounds": math.ceil(round(busiest * tokens * top_k) / buffer),
+    "rounds": math.ceil(round(busiest * chosen) / buffer),
     "arguments_gb": getattr(analysis, "argument_size_in_bytes", 0) / 1e9,
     "results_gb": getattr(analysis, "output_size_in_bytes", 0) / 1e9,
     "temp_gb": getattr(analysis, "temp_size_in_bytes", 0) / 1e9,

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from ultraep_jax.bench import contest, timing
 from ultraep_jax.bench.layer import peers
-from ultraep_jax.bench.layer.problem import AXIS, SPECS, Problem
+from ultraep_jax.bench.layer.problem import Problem, specs, tokens_spec
 from ultraep_jax.bench.layer.variants import BALANCED, bound, capacity, layer, one_call
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.fit import num_slots
@@ -80,7 +79,9 @@ def _results(
   def both(*arguments: Any) -> Any:
     return [one_call(apply, each)(jnp.int32(0), *arguments) for each in ("forward", "train")]
 
-  function = jax.shard_map(both, mesh=mesh, in_specs=SPECS, out_specs=P(AXIS), check_vma=False)
+  function = jax.shard_map(
+    both, mesh=mesh, in_specs=specs(mesh), out_specs=tokens_spec(mesh), check_vma=False
+  )
   return jax.jit(function)(*problem.arguments)
 
 
@@ -120,11 +121,12 @@ class Programs:
     def on_rank(*args: Any) -> Array:
       return chained(*args)[None]
 
-    function = jax.jit(
-      jax.shard_map(on_rank, mesh=self.mesh, in_specs=SPECS, out_specs=P(AXIS), check_vma=False)
+    mesh = self.mesh
+    function = jax.shard_map(
+      on_rank, mesh=mesh, in_specs=specs(mesh), out_specs=tokens_spec(mesh), check_vma=False
     )
     with timing.quiet():
-      return function.lower(*problem.arguments)
+      return jax.jit(function).lower(*problem.arguments)
 
 
 def measure(
@@ -166,11 +168,13 @@ def after(
     x: Array, index: Array, gate: Array, weights: ExpertWeights, state: eplb.History
   ) -> Any:
     _, stats = apply(x, index, gate, weights, state)
-    return stats.scalars()
+    return jax.tree.map(lambda leaf: leaf[None], stats.scalars())
 
-  specs = (P(AXIS),) * 4 + (P(),)
+  tokens, _, *others = specs(mesh)
   function = jax.jit(
-    jax.shard_map(scalars, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    jax.shard_map(
+      scalars, mesh=mesh, in_specs=(tokens, tokens, *others), out_specs=tokens, check_vma=False
+    )
   )
   arrays = problem.arrays
   each = [
@@ -183,14 +187,14 @@ def after(
         problem.state(n),
       )
     )
-    for n in range(len(problem.load_NGE))
+    for n in range(len(problem.index))
   ]
-  worst = {k: float(max(e[k] for e in each)) for k in ("imbalance_before", "imbalance_after")}
+  worst = {k: float(max(e[k].max() for e in each)) for k in ("imbalance_before", "imbalance_after")}
   mean = {k: float(np.mean([e[k] for e in each])) for k in ("replicas", "replica_megabytes")}
   _, ranks, experts = problem.load_NGE.shape
   slots = num_slots(BalanceConfig(replica_slots=args.slots), experts, ranks)
   least = max(bound(load_GE, slots) for load_GE in problem.load_NGE)
-  return worst | mean | {"rounds": float(max(e["rounds"] for e in each)), "bound": least}
+  return worst | mean | {"rounds": float(max(e["rounds"].max() for e in each)), "bound": least}
 
 
 def times_table(rows: Sequence[Mapping[str, Any]]) -> str:

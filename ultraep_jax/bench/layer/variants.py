@@ -106,9 +106,8 @@ def planned(variant: str, problem: Problem, args: argparse.Namespace) -> float:
 
 def capacity_rows(problem: Problem, config: BalanceConfig) -> int:
   """C, the rows of a rank's buffer by such a configuration."""
-  x, ranks = problem.arrays.x, problem.load_NGE.shape[1]
-  tokens, top_k = x.shape[0] // ranks, problem.arrays.gate.shape[1]
-  return row_capacity(tokens, top_k, ranks, config, x.shape[1] * x.dtype.itemsize)
+  x, ranks, top_k = problem.arrays.x, problem.load_NGE.shape[1], problem.arrays.gate.shape[1]
+  return row_capacity(problem.tokens, top_k, ranks, config, x.shape[1] * x.dtype.itemsize)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "variant", "cost"))

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax.bench import timing
-from ultraep_jax.bench.layer.problem import AXIS, SPECS
+from ultraep_jax.bench.layer.problem import AXIS, specs
 from ultraep_jax.bench.matrix.cells import Group
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import moe
@@ -20,7 +20,6 @@ BALANCED = "balanced"
 UNBALANCED = ("none", "none, worst-case buffer")
 STEPS = 2  # loads of a cell, which calls cycle through
 _SCALARS = "scalars"
-_SPECS = SPECS[:-1]  # no history
 
 Compiled = Callable[..., Any]
 
@@ -102,7 +101,9 @@ def _calls(group: Group) -> int:
 
 def _on_mesh(mesh: jax.sharding.Mesh, function: Any, out_specs: Any) -> Any:
   return jax.jit(
-    jax.shard_map(function, mesh=mesh, in_specs=_SPECS, out_specs=out_specs, check_vma=False)
+    jax.shard_map(
+      function, mesh=mesh, in_specs=specs(mesh)[:-1], out_specs=out_specs, check_vma=False
+    )
   )
 
 
