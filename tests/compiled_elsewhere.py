@@ -7,7 +7,9 @@ A layer's program with gradients takes minutes to compile and, once that is done
 
 The first needs what ``ultraep bench compile`` needs. A program is found by its text, which has
 the paths and lines of the source in its kernels: so both need the same package at the same path
-and the same jax. What is not found is compiled. Programs with attention by cuDNN cannot be made.
+and the same jax. The lines are those of the first program that traced a kernel, so both also need
+the same shapes, variants and passes in the same order. What is not found is compiled. Programs with
+attention by cuDNN cannot be made.
 Seen with jax 0.11.2, programs made for H200 on a machine without a GPU and run on four.
 """
 
