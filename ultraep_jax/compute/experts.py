@@ -22,6 +22,7 @@ from ultraep_jax.compute.grouped import (
   wgrad_beside,
 )
 from ultraep_jax.compute.homeward import Homeward
+from ultraep_jax.compute.tiles import slot_of_rows
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport.replicate import Replicas
 from ultraep_jax.types import Array, ExpertWeights, Layout
@@ -321,10 +322,9 @@ def _bias(home_MN: Array | None, replica_SN: Array | None) -> Bias:
 
 def _times_bias(grad_CD: Array, home_MD: Array, copies_SD: Array, group_size_P: Array) -> Array:
   """``[C]``, what the bias of each row's slot adds to the gradient of its gate."""
-  end_P = jnp.cumsum(group_size_P, dtype=jnp.int32)
-  row_C1 = jnp.arange(grad_CD.shape[0], dtype=jnp.int32)[:, None]
-  slot_C = jnp.sum(end_P[None, :] <= row_C1, axis=1, dtype=jnp.int32)  # of no slot: the last
-  bias_CD = jnp.concatenate([home_MD, copies_SD])[jnp.minimum(slot_C, end_P.shape[0] - 1)]
+  slot_C = slot_of_rows(group_size_P, grad_CD.shape[0])  # of no slot: the last
+  bias_PD = jnp.concatenate([home_MD, copies_SD])
+  bias_CD = bias_PD[jnp.minimum(slot_C, bias_PD.shape[0] - 1)]
   return jnp.sum(grad_CD.astype(jnp.float32) * bias_CD.astype(jnp.float32), axis=1)
 
 

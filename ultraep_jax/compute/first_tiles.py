@@ -14,6 +14,7 @@ Slots of 5, 2 and 4 rows, tiles of 4::
 import jax.numpy as jnp
 from jax import lax
 
+from ultraep_jax.compute.tiles import slot_of_rows
 from ultraep_jax.types import Array
 
 # Rows up to which a product takes as long as reading the weights, on most GPUs; and what keeps
@@ -60,11 +61,11 @@ def matmul(
   if bias_MN is not None:
     product_MBN += bias_MN[:, None].astype(jnp.float32)
   product_AN = product_MBN.astype(rows_CK.dtype).reshape(num_home * rows, -1)
-  row_C = jnp.arange(rows_CK.shape[0], dtype=jnp.int32)
-  end_M = jnp.cumsum(group_size_P[:num_home], dtype=jnp.int32)
-  slot_C = jnp.sum(end_M[None, :] <= row_C[:, None], axis=1, dtype=jnp.int32)
+  size_M = group_size_P[:num_home]
+  slot_C = slot_of_rows(size_M, rows_CK.shape[0])
   is_home_C, slot_C = slot_C < num_home, jnp.minimum(slot_C, num_home - 1)
-  place_C = row_C - (end_M - group_size_P[:num_home])[slot_C]
+  start_M = jnp.cumsum(size_M, dtype=jnp.int32) - size_M
+  place_C = jnp.arange(rows_CK.shape[0], dtype=jnp.int32) - start_M[slot_C]
   is_first_C = is_home_C & (place_C < rows)
   out_CN = product_AN[jnp.where(is_first_C, slot_C * rows + place_C, 0)]
   return jnp.where(is_first_C[:, None], out_CN, 0)

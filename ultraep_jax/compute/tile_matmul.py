@@ -67,8 +67,8 @@ def _matmul(
     weights: Array, bias_PN: Array | None, slots_before: int, first: Array, end: Array
   ) -> Callable[[Array, Array], Array]:
     def one_tile(i: Array, out_CN: Array) -> Array:
-      slot, start, mine_B1 = tiles.locate(first + i)
-      rows_BK = lax.dynamic_slice_in_dim(rows_CK, start, rows)
+      slot, row_B, mine_B = tiles.locate(first + i)
+      rows_BK = lax.dynamic_slice_in_dim(rows_CK, row_B[0], rows)
       rhs = lax.dynamic_index_in_dim(weights, slot - slots_before, keepdims=False)
       product_BN = lax.dot_general(
         rows_BK, rhs, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
@@ -76,14 +76,13 @@ def _matmul(
       if bias_PN is not None:
         bias_1N = lax.dynamic_index_in_dim(bias_PN, slot - slots_before)
         product_BN += bias_1N.astype(jnp.float32)
-      kept_BN = lax.dynamic_slice_in_dim(out_CN, start, rows)
-      merged_BN = jnp.where(mine_B1, product_BN.astype(out_CN.dtype), kept_BN)
-      return lax.dynamic_update_slice_in_dim(out_CN, merged_BN, start, 0)
+      kept_BN = lax.dynamic_slice_in_dim(out_CN, row_B[0], rows)
+      merged_BN = jnp.where(mine_B[:, None], product_BN.astype(out_CN.dtype), kept_BN)
+      return lax.dynamic_update_slice_in_dim(out_CN, merged_BN, row_B[0], 0)
 
     def several_tiles(i: Array, out_CN: Array) -> Array:
       tile_I = first + i * several + jnp.arange(several, dtype=jnp.int32)
-      slot_I, start_I, mine_IB1 = jax.vmap(tiles.locate)(tile_I)
-      row_IB = start_I[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
+      slot_I, row_IB, mine_IB = jax.vmap(tiles.locate)(tile_I)
       slot_I = jnp.minimum(slot_I - slots_before, weights.shape[0] - 1)
       product_IBN = lax.dot_general(
         rows_CK[row_IB],
@@ -93,10 +92,10 @@ def _matmul(
       )
       if bias_PN is not None:
         product_IBN += bias_PN[slot_I][:, None].astype(jnp.float32)
-      is_mine_IB = mine_IB1[..., 0] & (tile_I < end)[:, None]
+      mine_IB &= (tile_I < end)[:, None]
       # What is not a tile's own goes to rows beyond the buffer, each to another.
       beyond_IB = capacity + jnp.arange(row_IB.size, dtype=jnp.int32).reshape(row_IB.shape)
-      row_IB = jnp.where(is_mine_IB, row_IB, beyond_IB)
+      row_IB = jnp.where(mine_IB, row_IB, beyond_IB)
       return out_CN.at[row_IB].set(
         product_IBN.astype(out_CN.dtype), mode="drop", unique_indices=True
       )
@@ -129,19 +128,21 @@ def wgrad(
 
   ``together``: as in ``matmul``.
   """
-  capacity, matrix_size = rows_CK.shape[0], rows_CK.shape[1] * grad_CN.shape[1]
+  capacity, slots = rows_CK.shape[0], group_size_P.shape[0]
+  matrix_size = rows_CK.shape[1] * grad_CN.shape[1]
   first_rows = first_tiles.tile_rows(capacity, num_home) if together else 0
-  rows = tile_rows(capacity, group_size_P.shape[0])
-  if together:
-    rows = min(rows_of_turn(first_rows, matrix_size), capacity)
+  rows = rows_of_turn(first_rows, matrix_size) if together else tile_rows(capacity, slots)
+  rows = min(rows, capacity)
   tiles = Tiles.of(capacity, group_size_P, rows, num_home, first_rows)
   axes = varying_axes(rows_CK, grad_CN, group_size_P)
 
   def accumulate(first_slot: int) -> Callable[[Array, Array], Array]:
     def tile(i: Array, grad_XKN: Array) -> Array:
-      slot, start, mine_B1 = tiles.locate(i)
-      rows_BK = jnp.where(mine_B1, lax.dynamic_slice_in_dim(rows_CK, start, rows), 0)
-      grad_BN = jnp.where(mine_B1, lax.dynamic_slice_in_dim(grad_CN, start, rows), 0)
+      slot, row_B, mine_B = tiles.locate(i)
+      rows_BK, grad_BN = (
+        jnp.where(mine_B[:, None], lax.dynamic_slice_in_dim(array_CX, row_B[0], rows), 0)
+        for array_CX in (rows_CK, grad_CN)
+      )
       sum_KN = lax.dynamic_index_in_dim(grad_XKN, slot - first_slot, keepdims=False)
       sum_KN += lax.dot_general(
         rows_BK, grad_BN, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -154,7 +155,7 @@ def wgrad(
     shape = (slots, rows_CK.shape[1], grad_CN.shape[1])
     return to_varying(jnp.zeros(shape, jnp.float32), axes)
 
-  num_replica = group_size_P.shape[0] - num_home
+  num_replica = slots - num_home
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
   home_MKN = zeros(num_home) if into_MKN is None else into_MKN.astype(jnp.float32)
   if together:

@@ -35,7 +35,7 @@ class Tiles:
     return cls(rows, capacity, start_P, group_size_P, end_P)
 
   def locate(self, i: Array) -> tuple[Array, Array, Array]:
-    """The slot of tile i, the first row to slice, and which of those rows are its own."""
+    """The slot of tile i, ``rows`` rows one after the other, and which of them are its own."""
     slot = jnp.sum(self.end_P <= i, dtype=jnp.int32)
     group_start, group_size = self.group_start_P[slot], self.group_size_P[slot]
     tiles_before = self.end_P[slot] - -(-group_size // self.rows)
@@ -44,7 +44,14 @@ class Tiles:
     start = jnp.minimum(first, self.capacity - self.rows)
     row_B = start + jnp.arange(self.rows, dtype=jnp.int32)
     mine_B = (row_B >= first) & (row_B < group_start + group_size)
-    return slot, start, mine_B[:, None]
+    return slot, row_B, mine_B
+
+
+def slot_of_rows(group_size_P: Array, capacity: int) -> Array:
+  """``[C]`` int32, the slot of each row of a buffer; P behind the last group."""
+  end_P = jnp.cumsum(group_size_P, dtype=jnp.int32)
+  row_C = jnp.arange(capacity, dtype=jnp.int32)
+  return jnp.sum(end_P[None, :] <= row_C[:, None], axis=1, dtype=jnp.int32)
 
 
 def tile_rows(capacity: int, num_slots: int) -> int:
