@@ -239,7 +239,7 @@ def _work_list(
 
   length = -(-_Fields.copy(num_slots, size, 0) // 32) * 32
   field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
-  is_own_N = tree.filled_N & (lax.div(slot_N, jnp.int32(num_slots)) == rank)
+  is_own_N = tree.filled_N & (trees.rank_of_slots(num_ranks, num_slots) == rank)
   own_N = jnp.where(is_own_N, _Fields.FILLED + slot_N - rank * num_slots, -1)
   count_LN = (field_L1 == _Fields.COUNT) & mine_N[None, :]
   count_LN |= (field_L1 == _Fields.INVOLVED) & (mine_N | is_own_N)[None, :]

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import support
@@ -47,7 +48,7 @@ class Trees:
     expert_N, parent_N = replica_expert_GS.reshape(-1), parent_GS.reshape(-1)
     slot_N = jnp.arange(num_ranks * num_slots, dtype=jnp.int32)
     filled_N = expert_N >= 0
-    rank_N = lax.div(slot_N, jnp.int32(num_slots))
+    rank_N = rank_of_slots(num_ranks, num_slots)
     same_NN = (expert_N[:, None] == expert_N[None, :]) & filled_N[:, None]
     fed_NN = same_NN & (parent_N[:, None] == rank_N[None, :])  # by one slot of the parent at most
     feeds_NN = same_NN & (rank_N[:, None] == parent_N[None, :])
@@ -62,6 +63,11 @@ class Trees:
     return jnp.where(
       self.feeder_N < 0, home_N, num_home + lax.rem(self.feeder_N, jnp.int32(num_slots))
     )
+
+
+def rank_of_slots(num_ranks: int, num_slots: int) -> Array:
+  """``[N]`` int32, the rank of each slot; a constant, for XLA makes a kernel of a division."""
+  return jnp.asarray(np.repeat(np.arange(num_ranks, dtype=np.int32), num_slots))
 
 
 def _depth(feeder_N: Array, num_ranks: int) -> Array:
