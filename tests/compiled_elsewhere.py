@@ -44,6 +44,7 @@ from ultraep_jax.tools import processes
 
 Compile = Callable[..., Any]
 BENCHES = {"layer": layer, "matrix": matrix, "stress": stress}
+COMPARISONS = ("layer", "scan", "train")  # of stress
 
 
 class Abstract(jax.ShapeDtypeStruct):
@@ -79,9 +80,17 @@ def main() -> int:
     command = [sys.executable, __file__, "make", "--here", *sys.argv[2:]]
     return subprocess.run(command, env=targets.environment(), check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
-  with saving(args.folder), pretending(devices), contextlib.suppress(Made):
-    BENCHES[args.bench].main(rest)
+  with saving(args.folder), pretending(devices):
+    make(args.bench, rest)
   return 0
+
+
+def make(bench: str, arguments: list[str]) -> None:
+  """Compiles a bench's programs; of stress, those of comparisons, as transfers' take seconds."""
+  comparisons = [part for part in COMPARISONS if part in arguments] or COMPARISONS
+  for part in comparisons if bench == "stress" else [None]:
+    with contextlib.suppress(Made):
+      BENCHES[bench].main([*arguments, *(["--parts", part] if part else [])])
 
 
 @contextlib.contextmanager
@@ -153,7 +162,9 @@ def pretending(devices: list[Any]) -> Iterator[None]:
     sharding = NamedSharding(mesh, spec or P(problem.AXIS))
     return Abstract(sizes, jnp.bfloat16, sharding=sharding)
 
-  def make_mesh(sizes: Any, names: Any, axis_types: Any, *, devices: Any) -> jax.sharding.Mesh:
+  def make_mesh(
+    sizes: Any, names: Any, axis_types: Any, *, devices: Any = devices
+  ) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(sizes), names, axis_types=axis_types)
 
   def only(compile_them: Compile) -> Compile:

@@ -66,7 +66,7 @@ class Trees:
 
 
 def rank_of_slots(num_ranks: int, num_slots: int) -> Array:
-  """``[N]`` int32, the rank of each slot; a constant, for XLA makes a kernel of a division."""
+  """``[N]`` int32, the rank of each slot. A constant: XLA launches a kernel for a division."""
   return jnp.asarray(np.repeat(np.arange(num_ranks, dtype=np.int32), num_slots))
 
 

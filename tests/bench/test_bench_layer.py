@@ -29,6 +29,7 @@ from ultraep_jax.bench.layer.variants import SLACK, VARIANTS, bound, capacity, c
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.strategies import eplb
+from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights
 
 FLAGS = "--shapes qwen3-235b --scale 128 --ranks 2 --experts 8 --top-k 2 --tokens 64 --steps 2"
@@ -93,6 +94,12 @@ def test_check_compares_balanced_variants(capsys, monkeypatch):
   args.variants = ["nodes"]
   with pytest.raises(AssertionError, match="nodes"):
     layer_times.check(mesh, "a shape", 1.5, problem, args)
+
+
+def test_meshes_beside_one_another_need_two_devices_each():
+  for data, text in (("3", "a divisor of 4 devices, got 3"), ("4", "two devices a mesh")):
+    with pytest.raises(CommandError, match=f"--data: expected .*{text}"):
+      layer.main(f"{FLAGS} --ranks 4 --data {data} --ratios 1.3".split())
 
 
 def test_meshes_beside_one_another_have_loads_of_their_own():

@@ -67,8 +67,8 @@ def _matmul(
     weights: Array, bias_PN: Array | None, slots_before: int, first: Array, end: Array
   ) -> Callable[[Array, Array], Array]:
     def one_tile(i: Array, out_CN: Array) -> Array:
-      slot, row_B, mine_B = tiles.locate(first + i)
-      rows_BK = lax.dynamic_slice_in_dim(rows_CK, row_B[0], rows)
+      slot, start, _, mine_B = tiles.locate(first + i)
+      rows_BK = lax.dynamic_slice_in_dim(rows_CK, start, rows)
       rhs = lax.dynamic_index_in_dim(weights, slot - slots_before, keepdims=False)
       product_BN = lax.dot_general(
         rows_BK, rhs, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
@@ -76,13 +76,13 @@ def _matmul(
       if bias_PN is not None:
         bias_1N = lax.dynamic_index_in_dim(bias_PN, slot - slots_before)
         product_BN += bias_1N.astype(jnp.float32)
-      kept_BN = lax.dynamic_slice_in_dim(out_CN, row_B[0], rows)
+      kept_BN = lax.dynamic_slice_in_dim(out_CN, start, rows)
       merged_BN = jnp.where(mine_B[:, None], product_BN.astype(out_CN.dtype), kept_BN)
-      return lax.dynamic_update_slice_in_dim(out_CN, merged_BN, row_B[0], 0)
+      return lax.dynamic_update_slice_in_dim(out_CN, merged_BN, start, 0)
 
     def several_tiles(i: Array, out_CN: Array) -> Array:
       tile_I = first + i * several + jnp.arange(several, dtype=jnp.int32)
-      slot_I, row_IB, mine_IB = jax.vmap(tiles.locate)(tile_I)
+      slot_I, _, row_IB, mine_IB = jax.vmap(tiles.locate)(tile_I)
       slot_I = jnp.minimum(slot_I - slots_before, weights.shape[0] - 1)
       product_IBN = lax.dot_general(
         rows_CK[row_IB],
@@ -138,9 +138,9 @@ def wgrad(
 
   def accumulate(first_slot: int) -> Callable[[Array, Array], Array]:
     def tile(i: Array, grad_XKN: Array) -> Array:
-      slot, row_B, mine_B = tiles.locate(i)
+      slot, start, _, mine_B = tiles.locate(i)
       rows_BK, grad_BN = (
-        jnp.where(mine_B[:, None], lax.dynamic_slice_in_dim(array_CX, row_B[0], rows), 0)
+        jnp.where(mine_B[:, None], lax.dynamic_slice_in_dim(array_CX, start, rows), 0)
         for array_CX in (rows_CK, grad_CN)
       )
       sum_KN = lax.dynamic_index_in_dim(grad_XKN, slot - first_slot, keepdims=False)

@@ -34,8 +34,8 @@ class Tiles:
     end_P = jnp.cumsum(-(-group_size_P // rows), dtype=jnp.int32)
     return cls(rows, capacity, start_P, group_size_P, end_P)
 
-  def locate(self, i: Array) -> tuple[Array, Array, Array]:
-    """The slot of tile i, ``rows`` rows one after the other, and which of them are its own."""
+  def locate(self, i: Array) -> tuple[Array, Array, Array, Array]:
+    """Tile i: its slot, the first of ``rows`` consecutive rows, these, and which belong to it."""
     slot = jnp.sum(self.end_P <= i, dtype=jnp.int32)
     group_start, group_size = self.group_start_P[slot], self.group_size_P[slot]
     tiles_before = self.end_P[slot] - -(-group_size // self.rows)
@@ -44,7 +44,7 @@ class Tiles:
     start = jnp.minimum(first, self.capacity - self.rows)
     row_B = start + jnp.arange(self.rows, dtype=jnp.int32)
     mine_B = (row_B >= first) & (row_B < group_start + group_size)
-    return slot, row_B, mine_B
+    return slot, start, row_B, mine_B
 
 
 def slot_of_rows(group_size_P: Array, capacity: int) -> Array:

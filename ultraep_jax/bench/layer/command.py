@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   add_arguments(parser)
   args = parser.parse_args(argv)
+  if args.variants is None:
+    args.variants = [name for name in VARIANTS if args.data == 1 or name != "eplb"]
   check_output(args.json)
   check_output(args.plot)
   if args.plot and not {"ideal"} < set(args.variants):
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.check and not checked(args.variants):
     parser.error("--check: expected a balanced one among --variants, got " + str(args.variants))
   if args.data > 1 and "eplb" in args.variants:
-    parser.error("--data: expected no eplb among --variants, whose history is that of one mesh")
+    parser.error("--data: expected no eplb among --variants: its history covers one mesh only")
   if args.plot and importlib.util.find_spec("matplotlib") is None:
     parser.error("--plot: expected Matplotlib, got none: pip install 'ultraep-jax[paper]'")
   return processes.run(run, args)
@@ -72,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--loads", default="zipf", choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
   parser.add_argument(
-    "--variants", nargs="+", default=list(VARIANTS), choices=[*VARIANTS, *ELSEWHERE]
+    "--variants",
+    nargs="+",
+    choices=[*VARIANTS, *ELSEWHERE],
+    help=f"default: {' '.join(VARIANTS)}; with --data no eplb",
   )
   processes.add_argument(parser)
   parser.add_argument("--ranks", type=positive, help="default: all devices")
@@ -132,6 +137,10 @@ def run(args: argparse.Namespace) -> int:
   )
   if len(found) % args.data:
     raise CommandError(f"--data: expected a divisor of {len(found)} devices, got {args.data}")
+  if len(found) == args.data and max(args.ratios) > 1:
+    raise CommandError(
+      f"--data: expected at least two devices a mesh for ratios above 1, got {len(found)} in all"
+    )
   mesh = mesh_of(found, args.data)
   print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)
   results: dict[str, Any] = {
