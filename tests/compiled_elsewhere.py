@@ -44,7 +44,7 @@ from ultraep_jax.tools import processes
 
 Compile = Callable[..., Any]
 BENCHES = {"layer": layer, "matrix": matrix, "stress": stress}
-COMPARISONS = ("layer", "scan", "train")  # of stress
+COMPARISONS = tuple(stress._COMPARISONS)
 
 
 class Abstract(jax.ShapeDtypeStruct):

@@ -128,10 +128,10 @@ def wgrad(
 
   ``together``: as in ``matmul``.
   """
-  capacity, slots = rows_CK.shape[0], group_size_P.shape[0]
+  capacity, num_slots = rows_CK.shape[0], group_size_P.shape[0]
   matrix_size = rows_CK.shape[1] * grad_CN.shape[1]
   first_rows = first_tiles.tile_rows(capacity, num_home) if together else 0
-  rows = rows_of_turn(first_rows, matrix_size) if together else tile_rows(capacity, slots)
+  rows = rows_of_turn(first_rows, matrix_size) if together else tile_rows(capacity, num_slots)
   rows = min(rows, capacity)
   tiles = Tiles.of(capacity, group_size_P, rows, num_home, first_rows)
   axes = varying_axes(rows_CK, grad_CN, group_size_P)
@@ -155,7 +155,7 @@ def wgrad(
     shape = (slots, rows_CK.shape[1], grad_CN.shape[1])
     return to_varying(jnp.zeros(shape, jnp.float32), axes)
 
-  num_replica = slots - num_home
+  num_replica = num_slots - num_home
   home_tiles, all_tiles = tiles.end_P[num_home - 1], tiles.end_P[-1]
   home_MKN = zeros(num_home) if into_MKN is None else into_MKN.astype(jnp.float32)
   if together:

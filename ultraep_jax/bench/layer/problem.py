@@ -62,9 +62,9 @@ def scaled(name: str, args: argparse.Namespace) -> Shape:
 
 def mesh_of(devices: Sequence[Any], data: int = 1) -> jax.sharding.Mesh:
   """Of experts, or of several such meshes beside one another, which share weights alone."""
-  array = np.array(devices).reshape(-1) if data == 1 else np.array(devices).reshape(data, -1)
-  names = (DATA, AXIS)[-array.ndim :]
-  axis_types = (jax.sharding.AxisType.Auto,) * array.ndim
+  sizes, names = ((data, -1), (DATA, AXIS)) if data > 1 else ((-1,), (AXIS,))
+  axis_types = (jax.sharding.AxisType.Auto,) * len(names)
+  array = np.array(devices).reshape(sizes)
   return jax.sharding.Mesh(array, names, axis_types=axis_types)  # make_mesh refuses several nodes
 
 

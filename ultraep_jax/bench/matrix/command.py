@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax.bench import timing
-from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Arrays, Shape
+from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Arrays, Shape, mesh_of
 from ultraep_jax.bench.layer.variants import bound
 from ultraep_jax.bench.machine import devices
 from ultraep_jax.bench.matrix import report
@@ -97,8 +97,7 @@ def _ratio(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
   uneven = any(ratio == HIGHEST or float(ratio) > 1 for ratio in args.ratios)
   found = devices(args.ranks, least=2 if uneven else 1, full_size=args.scale == 1)
-  axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((len(found),), (AXIS,), axis_types=axis_types, devices=found)
+  mesh = mesh_of(found)
   print(f"jax {jax.__version__}, {mesh.size} x {found[0].device_kind}", flush=True)
   groups = choose(
     args.shapes, args.tokens, args.ratios, args.loads, args.passes, pairwise=not args.all
