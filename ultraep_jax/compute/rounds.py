@@ -104,7 +104,7 @@ def _experts_on_tokens(
   static = static._replace(capacity=static.transient_capacity)
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  out, first, _ = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
+  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
   return _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
 
 
@@ -113,9 +113,9 @@ def _forward(
 ) -> tuple[Array, tuple]:
   start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  out, first, seen = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
+  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
   y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
-  routing = _with_tables_of(routing, named(seen, ROWS_NAME))
+  routing = named(routing, ROWS_NAME)
   hidden = named(first.hidden, HIDDEN_NAME)
   first = named(first, ROWS_NAME)._replace(hidden=hidden)
   return y_TD, (x_TD, gate_TK, weights, routing, first)
@@ -164,7 +164,7 @@ def _backward(
 
   def add_round(index: Array, total: _Grads) -> _Grads:
     start = _cross(static, x_TD, gate_TK, routing, index)
-    _, this, _ = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
+    _, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
     grads, _ = round_grads(index, this, replicas, total.home)
     return _Grads(total.x_TD + grads.x_TD, total.gate_TK + grads.gate_TK, grads.home)
 
@@ -217,7 +217,7 @@ def _more_rounds(
 
   def add_round(index: Array, y_TD: Array) -> Array:
     start = _cross(static, x_TD, gate_TK, routing, index)
-    out, this, _ = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
+    out, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
     return y_TD + _combine(out, this)
 
   return lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
@@ -272,14 +272,10 @@ def _run_round(
   index: Array | int,
   start: _Start,
   keep_hidden: bool,
-) -> tuple[experts.ExpertOutput, _Round, Routing]:
-  """Dispatches one round's tokens and runs their experts. Returns what kernels' tables are of."""
+) -> tuple[experts.ExpertOutput, _Round]:
+  """Dispatches one round's tokens and runs their experts."""
   x_TD = ordered(static, routing, x_TD, start.gate_C)
   rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
-  if "mosaic_gpu" in (*static.replicating, *static.multiplying):
-    rows_CD, routing = _once_there(static, rows_CD, routing)
-    placed_GS, parent_GS = _placement(routing)
-    replicas = dataclasses.replace(replicas, replica_expert_GS=placed_GS, parent_GS=parent_GS)
   replicas = _copies_after(static, routing, replicas, rows_CD)
   out = experts.expert_forward(
     rows_CD,
@@ -292,29 +288,7 @@ def _run_round(
     implementations=static.multiplying,
     tunings=static.tunings,
   )
-  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden), routing
-
-
-def _once_there(static: Static, rows_CD: Array, routing: Routing) -> tuple[Array, Routing]:
-  """The same. Kernels' tables made from it are launched while the dispatch runs, not before.
-
-  Collectives have their table of copies before, so that copies follow the dispatch at once.
-  """
-  names = set(Routing._fields)
-  if "mosaic_gpu" not in static.replicating:
-    names -= {"replica_expert_GS", "parent_GS"}
-  leaves, tree = jax.tree.flatten({name: getattr(routing, name) for name in names})
-  computed = [leaf for leaf in leaves if leaf.size]  # empty ones in loops crash XLA:CPU's compiler
-  rows_CD, computed = lax.optimization_barrier((rows_CD, computed))
-  after = iter(computed)
-  held = tree.unflatten([next(after) if leaf.size else leaf for leaf in leaves])
-  return rows_CD, routing._replace(**held)
-
-
-def _with_tables_of(routing: Routing, seen: Routing) -> Routing:
-  """The same. Kernels' tables of backward are of what those of forward are: XLA makes them once."""
-  routes = routing.routes._replace(group_size_P=seen.routes.group_size_P)
-  return seen._replace(routes=routes, rounds=routing.rounds)
+  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden)
 
 
 def ordered(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
