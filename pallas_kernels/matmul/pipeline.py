@@ -29,6 +29,7 @@ from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.transfer.tuning import TransferTuning
 from pallas_kernels.warp.branches import cond, when
+from pallas_kernels.warp.opaque import opaque
 
 _BLOCK_AXIS, _CLUSTER_AXIS, _GROUP_AXIS = tiles.BLOCK_AXIS, "cluster", tiles.WORKER_AXIS
 
@@ -89,6 +90,7 @@ class Ring:
       prepare: changes the k-th of the stages, before.
       meanwhile: what to do while the first stages are multiplied, one by one.
     """
+    first = opaque(first)
 
     def step(k: Array | int, other: Callable[[], None] = lambda: None) -> None:
       stage = self.stage(first + k)

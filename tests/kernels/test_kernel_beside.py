@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from assignments import mesh
 from grouped_rows import exact, interpreted, products
+from jax.experimental.mosaic import gpu as mgpu
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import support
@@ -199,11 +200,19 @@ def test_gradients_go_home_beside_the_last_matmul(dtype, few_blocks):
 
 # Of few rows tiles are not even.
 @pytest.mark.parametrize(("slots", "check_vma", "capacity"), [(2, False, 1024), (16, True, 69632)])
-def test_lowers_for_gpus(slots, check_vma, capacity):
+def test_lowers_for_gpus(slots, check_vma, capacity, monkeypatch):
   """At the layer's sizes and tunings; the reduction works in place.
 
-  Work lists grow with the slots, and must fit beside what the matmuls keep in shared memory.
+  Work lists grow with the slots, and must fit beside what the matmuls keep in shared memory. No
+  compiler may see which stage is a tile's first.
   """
+  inlined, inline = [], mgpu.utils.inline_ptx
+
+  def recorded(code, *args, **options):
+    inlined.append(code)
+    return inline(code, *args, **options)
+
+  monkeypatch.setattr(mgpu.utils, "inline_ptx", recorded)
   width, inner, home, ranks = 4096, 1536, 16, 4
 
   def shape(*sizes, dtype=jnp.bfloat16):
@@ -212,8 +221,11 @@ def test_lowers_for_gpus(slots, check_vma, capacity):
   plan = (jnp.full((ranks, slots), -1, jnp.int32),) * 2
 
   def lower(function, tuning, *args):
+    inlined.clear()
     traced = on_ranks(function, tuning, plan, ranks, check_vma).trace(*args)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mov.b32 $0, $1;" in inlined
+    return text
 
   sizes, up = shape(home + slots, dtype=jnp.int32), shape(home, width, inner)
   copying, reducing = TransferTuning(12, 3, 16384), TransferTuning(16, 3, 32768)

@@ -13,6 +13,7 @@ from mosaic_interpret import interpreted
 from pallas_kernels.planner import quota
 from pallas_kernels.routing import rows, top_k
 from pallas_kernels.warp import warps
+from pallas_kernels.warp.opaque import opaque
 
 REDUCTIONS = {
   "warp_max": np.max,
@@ -147,3 +148,14 @@ def test_the_choice_compares_signed_numbers_only(compared):
   scores = jax.ShapeDtypeStruct((7, 200), jnp.float32)
   top_k.top_k.trace(scores, k=3).lower(lowering_platforms=("cuda",))
   assert compared and all(compared)
+
+
+def test_what_is_opaque_is_the_same():
+  x = random_table(warps.THREADS)
+
+  def body(x_ref, out_ref, scratch_ref):
+    del scratch_ref
+    out_ref[...] = x_ref[...] + opaque(jnp.int32(7)) - opaque(-5)
+
+  with interpreted():
+    np.testing.assert_array_equal(kernel(body, 1)(x)[0], x + np.int32(12))
