@@ -115,7 +115,7 @@ def _forward(
   replicas = _replicas(static, x_TD.dtype, weights, routing)
   out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
   y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
-  routing = named(routing, ROWS_NAME)
+  routing = named(routing, ROWS_NAME)  # where rows are kept, backward does not plan again
   hidden = named(first.hidden, HIDDEN_NAME)
   first = named(first, ROWS_NAME)._replace(hidden=hidden)
   return y_TD, (x_TD, gate_TK, weights, routing, first)
