@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.support import Array
 
 
-def opaque(x: Array | int) -> Array:
+def opaque(x: Array) -> Array:
   """The same int32, alike in all threads of a warpgroup, as if it had been read from somewhere."""
 
   def move(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -29,4 +29,4 @@ def opaque(x: Array | int) -> Array:
   move.twin = lambda x: x
   splat = plgpu.Layout.WG_SPLAT
   result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat)
-  return plgpu.inline_mgpu(arg_types=(splat,), return_type=result)(move)(jnp.int32(x))
+  return plgpu.inline_mgpu(arg_types=(splat,), return_type=result)(move)(x)

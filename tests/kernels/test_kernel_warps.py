@@ -155,7 +155,7 @@ def test_what_is_opaque_is_the_same():
 
   def body(x_ref, out_ref, scratch_ref):
     del scratch_ref
-    out_ref[...] = x_ref[...] + opaque(jnp.int32(7)) - opaque(-5)
+    out_ref[...] = x_ref[...] + opaque(jnp.int32(7)) - opaque(jnp.int32(-5))
 
   with interpreted():
     np.testing.assert_array_equal(kernel(body, 1)(x)[0], x + np.int32(12))
