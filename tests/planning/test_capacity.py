@@ -1,9 +1,10 @@
 """Rows of a rank's buffer."""
 
+import numpy as np
 import pytest
 
 import ultraep_jax as uep
-from ultraep_jax.planning.capacity import row_capacity
+from ultraep_jax.planning.capacity import least_room, row_capacity
 
 MIB = 1 << 20
 
@@ -47,3 +48,35 @@ def test_smaller_batches_have_more_room(mebibytes, kept, transient):
 def test_two_ranks_never_have_more_rows_than_both_bring():
   for kept in (True, False):
     assert row_capacity(30, 2, 2, uep.BalanceConfig(), MIB, kept=kept) == 120
+
+
+@pytest.mark.parametrize(
+  "assignments, num_home, copy_rows",
+  [
+    (8192, 32, 2800),
+    (65536, 32, 2800),
+    (16384, 64, 3700),
+    (524288, 4, 2000),
+    (100, 3, 7),
+    (1, 1, 1),
+  ],
+)
+def test_no_load_is_worse_off_for_copies_that_make_it_fit(assignments, num_home, copy_rows):
+  """And not with a tenth less room, if there may be copies at all."""
+  rows = np.arange(1, assignments + 1)
+
+  def loses(room):
+    copies = num_home * (rows - room) / rows + 1
+    return np.any((rows > room) & (copy_rows * copies > rows + 1e-6))
+
+  room = least_room(assignments, num_home, copy_rows)
+  assert 0 <= room <= assignments
+  assert not loses(room)
+  assert loses(0.9 * room)
+
+
+def test_more_room_is_given_only_where_it_is_not_asked_for():
+  auto, asked = uep.BalanceConfig(), uep.BalanceConfig(capacity_factor=1.5)
+  options = {"token_bytes": MIB, "least": 1600}
+  assert [row_capacity(512, 2, 2, config, **options) for config in (auto, asked)] == [1600, 1536]
+  assert row_capacity(512, 2, 2, auto, token_bytes=MIB, least=5000) == 2048  # all that there are

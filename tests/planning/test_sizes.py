@@ -161,3 +161,29 @@ def test_copies_that_cost_have_more_room_where_no_rows_are_kept(options, more_ro
   training = found.cost.training or found.cost.plan
   assert training.capacity_rows == found.capacity
   assert found.cost.plan.capacity_rows == found.transient_capacity
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [16, 64, 256, 1024])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_no_load_needs_copies_to_fit_that_cost_more_than_not_balancing(ranks, tokens, gradients):
+  """Tokens go to one rank, equally many to each of its experts: such loads need most copies."""
+  home, top_k = 32, 8
+  into, out = (jax.ShapeDtypeStruct((home, *shape), BF16) for shape in ((4096, 1536), (1536, 4096)))
+  config = BalanceConfig(device=H200, implementation="mosaic_gpu")
+  sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}
+  found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
+  cost = (found.cost.training if gradients else None) or found.cost.plan
+  here = dataclasses.replace(found.config, implementation="portable")
+  plan_here = jax.jit(lambda load_GE: plan_quotas(load_GE, here, cost))
+  for share in (0.3, 0.5, 0.7, 0.9, 1.0):
+    load_GE = np.zeros((ranks, ranks, home), np.int32)
+    load_GE[:, 0] = round(share * tokens * top_k / home)
+    load_GE[:, 1:] = round((1 - share) * tokens * top_k / home / (ranks - 1))
+    plan = plan_here(load_GE.reshape(ranks, -1))
+    busiest, parents = int(jnp.max(jnp.sum(plan.quota, axis=0))), np.asarray(plan.parent)
+    assert busiest <= int(cost.capacity_rows)
+    sends_G = np.bincount(parents[parents >= 0], minlength=ranks)
+    copies = max(*sends_G, *np.sum(parents >= 0, axis=1))
+    rows = max(busiest, copies * int(cost.link_rows)) + copies * int(cost.copy_rows)
+    assert rows <= 1.05 * load_GE.sum(axis=(0, 2)).max()

@@ -2,6 +2,9 @@
 
 A small buffer costs more than memory saves: a plan that may not exceed it makes copies that only
 serve to fit. Few tokens do not hide these behind their matmuls. So small batches have more room.
+
+Four ranks, all tokens on the 32 experts of one. A buffer of twice the mean needs 16 copies, one of
+three times the mean 8.
 """
 
 import math
@@ -27,6 +30,7 @@ def row_capacity(
   token_bytes: int | None = None,
   *,
   kept: bool = True,
+  least: int = 0,
 ) -> int:
   """C, the rows that a rank computes in one round, a multiple of 8 as the kernels need.
 
@@ -39,6 +43,7 @@ def row_capacity(
     config: ``capacity_factor`` counts; the constants above say what ``"auto"`` is.
     token_bytes: of one token, by which small batches are told; ``None``: none is small.
     kept: for gradients.
+    least: rows that ``"auto"`` has in any case, such as ``least_room``.
 
   >>> auto = BalanceConfig()
   >>> [row_capacity(tokens, 8, 4, auto, token_bytes=4096) for tokens in (512, 2048, 8192)]
@@ -56,9 +61,36 @@ def row_capacity(
     rows = everything
   else:
     room = (_KEPT_BYTES if kept else _TRANSIENT_BYTES) // token_bytes
-    rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room))
+    rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room), least)
   rows = min(rows, everything)
   return -(-rows // _ROW_UNIT) * _ROW_UNIT
+
+
+def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
+  """Rows with which no load needs copies to fit that take longer than not balancing.
+
+  The most copies are needed where one rank has all rows, equally many for each of its experts. Of
+  its r rows a buffer holds C, and copies take the others: ``M (r - C) / r`` copies, rounded up. Not
+  balancing takes as long as r rows. The least C is asked for with which, for every r up to all
+  assignments::
+
+    copy_rows * (M (r - C) / r + 1)  <=  r
+
+  The largest is that of ``r = (M + 1) / 2 * copy_rows``. It is about a quarter of
+  ``M * copy_rows``, so that rows take little beside the weights of M experts.
+
+  Args:
+    assignments: of all ranks, G * T * K.
+    num_home: M, experts of a rank.
+    copy_rows: rows that are multiplied while one copy is sent.
+
+  >>> [least_room(4 * rows, 32, 2800) for rows in (2048, 4096, 8192, 16384)]
+  [7700, 13901, 21809, 23822]
+  >>> least_room(64 * 4096, 4, 2800)
+  4375
+  """
+  rows, all_copied = min(assignments, (num_home + 1) * copy_rows // 2), num_home * copy_rows
+  return min(rows - rows * (rows - copy_rows) // all_copied, assignments)
 
 
 def num_rounds(plan: Plan, capacity: int) -> Array:

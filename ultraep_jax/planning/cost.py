@@ -50,10 +50,13 @@ class LayerCost(NamedTuple):
       *(jnp.where(taken, *pair) for pair in zip(self.training, self.plan, strict=True))
     )
 
-  def with_transient_capacity(self, capacity: int) -> "LayerCost":
-    """The same, with buffers of so many rows where no gradients are taken."""
+  def with_capacities(self, kept: int, transient: int) -> "LayerCost":
+    """The same, with buffers of so many rows where gradients are taken, and where they are not."""
     training = self.plan if self.training is None else self.training
-    return self._replace(plan=self.plan._replace(capacity_rows=capacity), training=training)
+    return self._replace(
+      plan=self.plan._replace(capacity_rows=transient),
+      training=training._replace(capacity_rows=kept),
+    )
 
   def can_gain(
     self,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
-from ultraep_jax.planning.capacity import row_capacity
+from ultraep_jax.planning.capacity import least_room, row_capacity
 from ultraep_jax.planning.cost import (
   LayerCost,
   copy_bytes,
@@ -16,7 +16,7 @@ from ultraep_jax.planning.cost import (
   multiplied_by_kernel,
 )
 from ultraep_jax.planning.fit import always_fits, num_slots
-from ultraep_jax.types import ExpertWeights
+from ultraep_jax.types import ExpertWeights, PlanCost
 
 _MEMORY_SHARE = 1 / 8  # of a device, for copies and their gradients by replica_slots="auto"
 
@@ -61,11 +61,22 @@ def settle(
     dtype: that the layer computes in.
     weights: of a rank's home experts; their shapes and dtype count.
   """
-  num_experts = weights.wo.shape[0] * num_ranks
-  token_bytes = weights.wo.shape[-1] * dtype.itemsize
-  capacity = row_capacity(tokens, top_k, num_ranks, config, token_bytes)
+  num_home, mean = weights.wo.shape[0], tokens * top_k
+  num_experts = num_home * num_ranks
   domain = config.domain_of(num_ranks)
-  cost = layer_cost(dtype, weights, capacity, config, domain)
+  cost = layer_cost(dtype, weights, 0, config, domain)
+  weighs = config.strategy == "quota" and config.objective == "time"
+  # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
+  spares = weighs and bool(cost.plan.copy_rows) and multiplied_by_kernel(config, dtype)
+  token_bytes = weights.wo.shape[-1] * dtype.itemsize
+
+  def rows(weighed: PlanCost, *, kept: bool) -> int:
+    copy_rows = int(weighed.copy_rows) + int(weighed.link_rows)
+    least = least_room(num_ranks * mean, num_home, copy_rows) if spares else 0
+    return row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=kept, least=least)
+
+  capacity = rows(cost.training or cost.plan, kept=True)
+  cost = cost.with_capacities(capacity, capacity)
   plans = domain > 1
   if config.strategy == "quota":
     plans &= cost.can_gain(
@@ -77,16 +88,13 @@ def settle(
     config if plans else dataclasses.replace(config, strategy="none"),
     num_experts=num_experts,
     num_ranks=num_ranks,
-    assignments=tokens * top_k,
+    assignments=mean,
     capacity=capacity,
   )
   transient = capacity
-  weighs = config.strategy == "quota" and config.objective == "time"
-  # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
-  skips_unused = multiplied_by_kernel(config, dtype)
-  if one_round and plans and weighs and cost.plan.copy_rows and skips_unused:
-    transient = row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=False)
-    cost = cost.with_transient_capacity(transient)
+  if one_round and plans and spares:
+    transient = max(capacity, rows(cost.plan, kept=False))
+    cost = cost.with_capacities(capacity, transient)
   return Sizes(config, capacity, transient, cost, plans, one_round)
 
 

@@ -16,10 +16,10 @@ from ultraep_jax.bench.layer.variants import (
   SLACK,
   Factor,
   bound,
-  capacity_rows,
   layer,
   one_call,
   planned,
+  settled,
 )
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning import plan
@@ -103,7 +103,7 @@ def _memory(
   with timing.quiet():
     compiled = jax.jit(function).lower(*problem.arguments).compile()
   chosen = problem.tokens * problem.arrays.gate.shape[1]
-  buffer = capacity_rows(problem, BalanceConfig(capacity_factor=factor))
+  buffer = settled(problem, BalanceConfig(capacity_factor=factor)).capacity
   busiest = planned(variant, problem, args)
   analysis = compiled.memory_analysis()
   return {

@@ -15,8 +15,7 @@ from ultraep_jax.bench.layer import peers
 from ultraep_jax.bench.layer.problem import AXIS, Problem
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.moe import moe
-from ultraep_jax.planning.capacity import row_capacity
-from ultraep_jax.planning.cost import layer_cost
+from ultraep_jax.planning.sizes import Sizes, settle
 from ultraep_jax.strategies import eplb
 from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
@@ -93,9 +92,8 @@ def planned(variant: str, problem: Problem, args: argparse.Namespace) -> float:
     return problem.busiest
   if variant == "ideal":
     return 1.0
-  config, arrays = config_of(variant, args, "auto"), problem.arrays
-  rows = capacity_rows(problem, config)
-  cost = layer_cost(arrays.x.dtype, arrays.weights, rows, config).plan
+  config = config_of(variant, args, "auto")
+  cost = settled(problem, config).cost.plan
   mean = float(problem.load_NGE[0].sum(axis=1).mean())
   rows_N = [
     int(_busiest(jnp.asarray(load_GE), problem.state(n), config, variant, cost))
@@ -104,10 +102,21 @@ def planned(variant: str, problem: Problem, args: argparse.Namespace) -> float:
   return max(rows_N) / mean
 
 
-def capacity_rows(problem: Problem, config: BalanceConfig) -> int:
-  """C, the rows of a rank's buffer by such a configuration."""
-  x, ranks, top_k = problem.arrays.x, problem.load_NGE.shape[1], problem.arrays.gate.shape[1]
-  return row_capacity(problem.tokens, top_k, ranks, config, x.shape[1] * x.dtype.itemsize)
+def settled(problem: Problem, config: BalanceConfig) -> Sizes:
+  """The sizes of the program of such a configuration."""
+  arrays, ranks = problem.arrays, problem.load_NGE.shape[1]
+  of_rank = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // ranks, *leaf.shape[1:]), leaf.dtype),
+    arrays.weights,
+  )
+  return settle(
+    config,
+    tokens=problem.tokens,
+    top_k=arrays.gate.shape[1],
+    num_ranks=ranks,
+    dtype=arrays.x.dtype,
+    weights=of_rank,
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "variant", "cost"))
