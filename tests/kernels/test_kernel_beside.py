@@ -22,6 +22,7 @@ from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
 from pallas_kernels.transfer.reduce_replicas import reduction
 from pallas_kernels.transfer.replicate import replication
 from pallas_kernels.transfer.tuning import TransferTuning
+from ultraep_jax.transport.replicate import copying_tuning, reducing_tuning
 
 RANKS, HOME, SLOTS = 2, 1, 1
 REPLICA = jnp.array([[-1], [0]], jnp.int32)
@@ -199,7 +200,9 @@ def test_gradients_go_home_beside_the_last_matmul(dtype, few_blocks):
 
 
 # Of few rows tiles are not even.
-@pytest.mark.parametrize(("slots", "check_vma", "capacity"), [(2, False, 1024), (16, True, 69632)])
+@pytest.mark.parametrize(
+  ("slots", "check_vma", "capacity"), [(2, False, 1024), (16, True, 69632), (128, False, 69632)]
+)
 def test_lowers_for_gpus(slots, check_vma, capacity, monkeypatch):
   """At the layer's sizes and tunings; the reduction works in place.
 
@@ -228,7 +231,7 @@ def test_lowers_for_gpus(slots, check_vma, capacity, monkeypatch):
     return text
 
   sizes, up = shape(home + slots, dtype=jnp.int32), shape(home, width, inner)
-  copying, reducing = TransferTuning(12, 3, 16384), TransferTuning(16, 3, 32768)
+  copying, reducing = copying_tuning(ranks, slots), reducing_tuning(ranks, slots)
   rows = shape(capacity, width)
   wgrad = lower(wgrad_and_copies, copying, shape(capacity, inner), rows, sizes, up)
   total = lower(

@@ -184,7 +184,8 @@ class Replicas:
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home)) or COPYING,
+        tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home))
+        or copying_tuning(*self.replica_expert_GS.shape),
         home_rows_G=None if flat else self.home_rows_G,  # what none waits for has one turn
         flat=flat,
       )
@@ -238,6 +239,22 @@ class Replicas:
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
 _LEAST_REDUCING, _INBOX_BYTES = 8, 1 << 30
+_MOST_SLOTS = 512  # of all ranks
+
+
+def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
+  """``COPYING``, with tiles of twice the size on more than two ranks.
+
+  A worker that sends what others pass on waits until a tile has landed before it takes the next
+  one. Larger tiles keep the links busy meanwhile (docs/lab/layer.md, Copies among four GPUs). With
+  very many slots the list of what there is to send leaves no room for them.
+
+  >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (32, 62))]
+  [16384, 32768, 16384]
+  """
+  if num_ranks == 2 or num_ranks * num_slots > _MOST_SLOTS:
+    return COPYING
+  return dataclasses.replace(COPYING, tile_bytes=2 * COPYING.tile_bytes)
 
 
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
