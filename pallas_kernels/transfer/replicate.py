@@ -22,16 +22,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
+from pallas_kernels.launch import shared_bytes
 from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.trees import Trees
-from pallas_kernels.transfer.tuning import TransferTuning
+from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
 from pallas_kernels.warp.branches import when
 
-_BUFFERS = 2  # of a worker: one is loaded while the other one is read
+_BUFFERS = 2  # of a worker, if there is room: one is loaded while the other one is read
 _ARRIVALS = 2  # lines of semaphores before those of workers
 # Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
 _TURN_BYTES = 16 * 2**20
@@ -125,6 +126,11 @@ def replication(
   work = _work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
   rows = [array.reshape(num_home, -1) for array in arrays] if flat else arrays
   work, *rows = varying.vary_alike(work, *rows)
+  lists = plgpu.SMEM((tuning.workers, work.size), jnp.int32)
+  for num_buffers in range(_BUFFERS, 0, -1):
+    buffers = [lists, *tiling.buffers(tiles, tuning, num_buffers)]
+    if shared_bytes(buffers) <= SHARED_BYTES:
+      break
 
   def finish(copies: Sequence[Array]) -> list[Array]:
     return [
@@ -136,13 +142,11 @@ def replication(
     updated=[],
     out_type=[jax.typeof(row).update(shape=(num_slots, *row.shape[1:])) for row in rows],
     scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)],
-    buffers=[
-      plgpu.SMEM((tuning.workers, work.size), jnp.int32),
-      *tiling.buffers(tiles, tuning, _BUFFERS),
-    ],
+    buffers=buffers,
     body=functools.partial(
       _kernel,
       tiles=tiles,
+      num_buffers=num_buffers,
       num_home=num_home,
       num_slots=num_slots,
       axis_name=axis_name,
@@ -263,6 +267,7 @@ def _kernel(
   semaphores: Any,
   *,
   tiles: Sequence[Tiles],
+  num_buffers: int,
   num_home: int,
   num_slots: int,
   axis_name: AxisName,
@@ -299,9 +304,9 @@ def _kernel(
     Returns the same of the next one.
     """
     (begin, before), home_ref, replica_ref = at, home_refs[each.array], replica_refs[each.array]
-    place = worker * _BUFFERS + lax.rem(before, jnp.int32(_BUFFERS))
+    place = worker * num_buffers + lax.rem(before, jnp.int32(num_buffers))
     buffer, part = tiling.buffer(each, tiles, buffer_refs, place), pl.ds(offset, each.length)
-    plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
     source = copy_field(begin, _Fields.SOURCE)
     relayed_end, end = (copy_field(begin, f) for f in (_Fields.RELAYED_END, _Fields.END))
 

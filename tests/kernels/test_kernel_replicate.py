@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 
+from pallas_kernels.transfer import replicate as transfer
 from pallas_kernels.transfer import tiles, trees
 from pallas_kernels.transfer.replicate import _Fields, _turns, _work_list, replicate
 from pallas_kernels.transfer.tuning import TransferTuning
@@ -80,6 +81,27 @@ def test_copies_in_turns(name):
   with interpreted():
     run = sharded(mesh(), tuning, home_rows_G=home_rows_G)
     copies = jax.block_until_ready(run(arrays, *plan(name)))
+  assert_copied(copies, arrays, PLANS[name][0])
+
+
+@pytest.mark.parametrize(("shared", "buffers"), [(8192, 2), (3000, 1)])
+@pytest.mark.parametrize("name", PLANS)
+def test_copies_through_as_many_buffers_as_there_is_room_for(name, shared, buffers, monkeypatch):
+  """Rows of 1024 bytes, which no tile divides."""
+  arrays = experts(((6, 512), jnp.bfloat16))
+  monkeypatch.setattr(transfer, "SHARED_BYTES", shared)
+  tuning, made = TransferTuning(blocks=1, workers=1, tile_bytes=256), []
+
+  def copied(arrays, *plan):
+    moves = transfer.replication(arrays, *plan, axis_name="expert", tuning=tuning, flat=False)
+    made.append(moves.buffers[1].shape[0])
+    return moves.launch()
+
+  specs = (P("expert"), P(), P())
+  run = jax.shard_map(copied, mesh=mesh(), in_specs=specs, out_specs=P("expert"))
+  with interpreted():
+    copies = jax.block_until_ready(jax.jit(run)(arrays, *plan(name)))
+  assert made == [buffers]
   assert_copied(copies, arrays, PLANS[name][0])
 
 
