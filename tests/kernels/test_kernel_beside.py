@@ -250,6 +250,22 @@ def test_lowers_for_gpus(slots, check_vma, capacity, monkeypatch):
   assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in total
 
 
+@pytest.mark.parametrize("cols", [32768, 18432])
+def test_copies_of_very_wide_experts_lower_for_gpus(cols):
+  """A worker has one buffer or two for rows of up to 64 KB."""
+  ranks, slots, home, depth = 4, 2, 2, 512
+  plan = (jnp.full((ranks, slots), -1, jnp.int32),) * 2
+  rows = jax.ShapeDtypeStruct((ranks * 1024, depth), jnp.bfloat16)
+  weights = jax.ShapeDtypeStruct((ranks * home, depth, cols), jnp.bfloat16)
+  sizes = jax.ShapeDtypeStruct((ranks * (home + slots),), jnp.int32)
+  tuning = copying_tuning(ranks, slots)
+  traced = on_ranks(matmul_by_copies, tuning, plan, ranks, check_vma=False).trace(
+    rows, weights, sizes
+  )
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("custom_call @mosaic_gpu") == 1
+
+
 def test_workers_must_be_the_warpgroups_of_the_matmul():
   plan = (REPLICA, PARENT)
   with pytest.raises(ValueError, match="beside: expected 3 workers"):

@@ -77,6 +77,8 @@ def test_no_load_is_worse_off_for_copies_that_make_it_fit(assignments, num_home,
 
 def test_more_room_is_given_only_where_it_is_not_asked_for():
   auto, asked = uep.BalanceConfig(), uep.BalanceConfig(capacity_factor=1.5)
-  options = {"token_bytes": MIB, "least": 1600}
+  options = {"token_bytes": MIB // 2, "least": 1600}
   assert [row_capacity(512, 2, 2, config, **options) for config in (auto, asked)] == [1600, 1536]
-  assert row_capacity(512, 2, 2, auto, token_bytes=MIB, least=5000) == 2048  # all that there are
+  assert row_capacity(50, 2, 2, auto, token_bytes=MIB, least=5000) == 200  # all that there are
+  more = row_capacity(2048, 2, 4, auto, token_bytes=MIB // 4, least=10**9)
+  assert more == max(4096, 2 * 2048, 1.25 * 4096)  # a GiB, but never less than without

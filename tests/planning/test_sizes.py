@@ -9,6 +9,7 @@ import pytest
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
+from ultraep_jax.planning import cost
 from ultraep_jax.planning.plan import home_quota, plan_quotas
 from ultraep_jax.planning.sizes import settle
 from ultraep_jax.types import ExpertWeights
@@ -173,17 +174,46 @@ def test_no_load_needs_copies_to_fit_that_cost_more_than_not_balancing(ranks, to
   config = BalanceConfig(device=H200, implementation="mosaic_gpu")
   sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}
   found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
-  cost = (found.cost.training if gradients else None) or found.cost.plan
+  weighed = (found.cost.training if gradients else None) or found.cost.plan
   here = dataclasses.replace(found.config, implementation="portable")
-  plan_here = jax.jit(lambda load_GE: plan_quotas(load_GE, here, cost))
+  plan_here = jax.jit(lambda load_GE: plan_quotas(load_GE, here, weighed))
   for share in (0.3, 0.5, 0.7, 0.9, 1.0):
     load_GE = np.zeros((ranks, ranks, home), np.int32)
     load_GE[:, 0] = round(share * tokens * top_k / home)
     load_GE[:, 1:] = round((1 - share) * tokens * top_k / home / (ranks - 1))
     plan = plan_here(load_GE.reshape(ranks, -1))
     busiest, parents = int(jnp.max(jnp.sum(plan.quota, axis=0))), np.asarray(plan.parent)
-    assert busiest <= int(cost.capacity_rows)
+    assert busiest <= int(weighed.capacity_rows)
     sends_G = np.bincount(parents[parents >= 0], minlength=ranks)
     copies = max(*sends_G, *np.sum(parents >= 0, axis=1))
-    rows = max(busiest, copies * int(cost.link_rows)) + copies * int(cost.copy_rows)
+    rows = max(busiest, copies * int(weighed.link_rows)) + copies * int(weighed.copy_rows)
     assert rows <= 1.05 * load_GE.sum(axis=(0, 2)).max()
+
+
+@pytest.mark.parametrize(
+  ("options", "more_room"),
+  [
+    ({}, True),
+    ({"domain_size": 1}, False),  # no copy is made
+    ({"replica_slots": 0}, False),
+    ({"copy_rows": 10**6}, False),  # nothing is known of links
+    ({"alone": True}, False),  # as over several nodes
+    ({"implementation": "portable"}, False),
+    ({"objective": "balance"}, False),
+    ({"capacity_factor": 2.0}, False),
+  ],
+)
+def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
+  options, more_room, monkeypatch
+):
+  tokens, top_k, home = 512, 8, 32
+  options = dict(options)
+  if options.pop("alone", False):
+    monkeypatch.setattr(cost, "by_kernel", lambda operation, config: operation != "replicate")
+  into, out = (jax.ShapeDtypeStruct((home, *shape), BF16) for shape in ((4096, 1536), (1536, 4096)))
+  config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
+  sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": 4, "dtype": BF16}
+  found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
+  assert found.transient_capacity == found.capacity
+  assert (found.capacity > 3 * tokens * top_k) == more_room
+  assert more_room or found.capacity == 2 * tokens * top_k

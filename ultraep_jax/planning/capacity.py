@@ -20,6 +20,7 @@ _TIGHT, _AMPLE = 1.25, 2  # rows over the mean
 # until the backward pass, those of a layer without gradients until its end.
 _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
 _KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30  # of a rank: ``_AMPLE`` up to these
+_LEAST_BYTES = 1 << 30  # of a rank: what is least up to this
 
 
 def row_capacity(
@@ -43,7 +44,7 @@ def row_capacity(
     config: ``capacity_factor`` counts; the constants above say what ``"auto"`` is.
     token_bytes: of one token, by which small batches are told; ``None``: none is small.
     kept: for gradients.
-    least: rows that ``"auto"`` has in any case, such as ``least_room``.
+    least: rows that ``"auto"`` has in any case up to 1 GiB, such as ``least_room``.
 
   >>> auto = BalanceConfig()
   >>> [row_capacity(tokens, 8, 4, auto, token_bytes=4096) for tokens in (512, 2048, 8192)]
@@ -61,6 +62,7 @@ def row_capacity(
     rows = everything
   else:
     room = (_KEPT_BYTES if kept else _TRANSIENT_BYTES) // token_bytes
+    least = min(least, _LEAST_BYTES // token_bytes)
     rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room), least)
   rows = min(rows, everything)
   return -(-rows // _ROW_UNIT) * _ROW_UNIT
@@ -76,19 +78,21 @@ def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
 
     copy_rows * (M (r - C) / r + 1)  <=  r
 
-  The largest is that of ``r = (M + 1) / 2 * copy_rows``. It is about a quarter of
-  ``M * copy_rows``, so that rows take little beside the weights of M experts.
+  The largest is that of ``r = (M + 1) / 2 * copy_rows``: about a quarter of ``M * copy_rows`` if M
+  is large. Copies must travel beside matmuls. If they take their time alone, none is worth it.
 
   Args:
     assignments: of all ranks, G * T * K.
     num_home: M, experts of a rank.
-    copy_rows: rows that are multiplied while one copy is sent.
+    copy_rows: rows that are multiplied while one copy is sent; 0: it takes no time.
 
   >>> [least_room(4 * rows, 32, 2800) for rows in (2048, 4096, 8192, 16384)]
   [7700, 13901, 21809, 23822]
   >>> least_room(64 * 4096, 4, 2800)
   4375
   """
+  if not copy_rows:
+    return 0
   rows, all_copied = min(assignments, (num_home + 1) * copy_rows // 2), num_home * copy_rows
   return min(rows - rows * (rows - copy_rows) // all_copied, assignments)
 

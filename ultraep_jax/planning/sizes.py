@@ -68,11 +68,12 @@ def settle(
   weighs = config.strategy == "quota" and config.objective == "time"
   # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
   spares = weighs and bool(cost.plan.copy_rows) and multiplied_by_kernel(config, dtype)
+  beside = spares and domain > 1 and config.replica_slots != 0 and bool(cost.plan.link_rows)
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
 
   def rows(weighed: PlanCost, *, kept: bool) -> int:
     copy_rows = int(weighed.copy_rows) + int(weighed.link_rows)
-    least = least_room(num_ranks * mean, num_home, copy_rows) if spares else 0
+    least = least_room(num_ranks * mean, num_home, copy_rows) if beside else 0
     return row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=kept, least=least)
 
   capacity = rows(cost.training or cost.plan, kept=True)

@@ -16,6 +16,7 @@ from ultraep_jax.bench.layer.variants import (
   SLACK,
   Factor,
   bound,
+  config_of,
   layer,
   one_call,
   planned,
@@ -103,7 +104,8 @@ def _memory(
   with timing.quiet():
     compiled = jax.jit(function).lower(*problem.arguments).compile()
   chosen = problem.tokens * problem.arrays.gate.shape[1]
-  buffer = settled(problem, BalanceConfig(capacity_factor=factor)).capacity
+  sizes = settled(problem, config_of(variant, args, factor))
+  buffer = sizes.transient_capacity if direction == "forward" else sizes.capacity
   busiest = planned(variant, problem, args)
   analysis = compiled.memory_analysis()
   return {

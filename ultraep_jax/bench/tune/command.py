@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="SHAPE",
     help=f"of {', '.join(SHAPES)}, DxF, or DxFxHOMExROWS, which stand for --home and --rows",
   )
-  operations = [*PROBLEMS, *tune_transfers.DEFAULTS]
+  operations = [*PROBLEMS, *tune_transfers.OPERATIONS]
   add(
     "--operations",
     nargs="+",
@@ -124,7 +124,7 @@ def subjects(args: argparse.Namespace) -> list[Subject]:
 
   By default all, but on one device no transfers.
   """
-  transfers = tune_transfers.DEFAULTS if jax.device_count() > 1 else ()
+  transfers = tune_transfers.OPERATIONS if jax.device_count() > 1 else ()
   shapes: Sequence[Shape] = args.shapes
   named = itertools.product(args.operations or [*transfers, *PROBLEMS], shapes)
   found: dict[Any, Subject] = {}
@@ -171,7 +171,10 @@ def _transfer(operation: str, shape: Shape, args: argparse.Namespace) -> Subject
   if mesh.size < 2:
     raise CommandError(f"{operation}: expected several devices, got {mesh.size}")
   problem = _problem("sum beside", shape, args)
-  tunings = {DEFAULT: tune_transfers.DEFAULTS[operation], **tune_transfers.candidates(operation)}
+  tunings = {
+    DEFAULT: tune_transfers.default(operation, mesh.size),
+    **tune_transfers.candidates(operation, mesh.size),
+  }
   competing = tune_transfers.contest(operation, problem, tunings, mesh)
   return Subject(operation, tune_transfers.widths(operation, problem), tunings, competing)
 

@@ -19,38 +19,49 @@ from ultraep_jax.bench.kernels.matmul_problems import HOME, REPLICA, Problem
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.kernels.transfers import time_cases
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.transport.replicate import COPYING, REDUCING
+from ultraep_jax.transport.replicate import REDUCING, copying_tuning
 from ultraep_jax.types import Array
 
 TOP_K = 8
-DEFAULTS: Mapping[str, TransferTuning] = {
-  "dispatch": ExchangeTuning(),
-  "combine": COMBINING,
-  "replicate": TransferTuning(),
-  "reduce": TransferTuning(),
-  "copying": COPYING,
-  "reducing": REDUCING,
-}
+OPERATIONS = ("dispatch", "combine", "replicate", "reduce", "copying", "reducing")
 # Changes to the defaults.
 _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
   "dispatch": ({"workers": 8}, {"steps": 2}, {"steps": 8}, {"workers": 8, "tile_bytes": 8192}),
   "combine": ({"workers": 4}, {"steps": 1}, {"steps": 4}, {"tile_bytes": 16384}),
   "replicate": ({"workers": 4}, {"tile_bytes": 8192}, {"tile_bytes": 32768}, {"blocks": 66}),
   "reduce": ({"workers": 4}, {"tile_bytes": 8192}, {"tile_bytes": 32768}, {"blocks": 66}),
-  "copying": ({"blocks": 8}, {"blocks": 16}, {"blocks": 24}, {"tile_bytes": 32768}),
+  "copying": (
+    {"blocks": 8},
+    {"blocks": 16},
+    {"blocks": 24},
+    {"tile_bytes": 16384},
+    {"tile_bytes": 32768},
+  ),
   "reducing": ({"blocks": 8}, {"blocks": 12}, {"blocks": 24}, {"tile_bytes": 32768}),
 }
 
 
-def candidates(operation: str) -> dict[str, TransferTuning]:
+def default(operation: str, ranks: int) -> TransferTuning:
+  """What the operation has without a table, where plans have few slots."""
+  defaults = {
+    "dispatch": ExchangeTuning(),
+    "combine": COMBINING,
+    "copying": copying_tuning(ranks, 1),
+    "reducing": REDUCING,
+  }
+  return defaults.get(operation, TransferTuning())
+
+
+def candidates(operation: str, ranks: int) -> dict[str, TransferTuning]:
   """Tunings to try beside the operation's own, by a label."""
-  default = DEFAULTS[operation]
-  return {
+  own = default(operation, ranks)
+  found = {
     ", ".join(f"{name} {value}" for name, value in changes.items()): dataclasses.replace(
-      default, **changes
+      own, **changes
     )
     for changes in _CANDIDATES[operation]
   }
+  return {label: tuning for label, tuning in found.items() if tuning != own}
 
 
 def widths(operation: str, problem: Problem) -> tuple[int]:
