@@ -1,5 +1,6 @@
 """The matrix of models, batches and loads: its cells, loads, floor and summary, and one run."""
 
+import collections
 import itertools
 import json
 
@@ -14,14 +15,26 @@ from ultraep_jax.bench.matrix.loads import choices, highest_ratio, imbalance, lo
 from ultraep_jax.tools.errors import CommandError
 
 
-def test_every_two_of_shape_tokens_and_pass_meet():
+@pytest.mark.parametrize("shapes", [list(SHAPES), ["olmoe", "kimi-k2"], ["olmoe"]])
+@pytest.mark.parametrize("tokens", [TOKENS, [128]])
+def test_every_two_of_shape_tokens_ratio_loads_and_pass_meet(shapes, tokens):
+  groups = choose(shapes, tokens, RATIOS, LOADS, PASSES, pairwise=True)
+  cells = [(*cell.group, cell.ratio, cell.loads) for cells in groups.values() for cell in cells]
+  least = max(2 * len(shapes) * len(tokens), 4 * len(shapes), 4 * len(tokens), 12)
+  assert len(set(cells)) == len(cells) <= 1.2 * least
+  factors = (shapes, tokens, PASSES, RATIOS, LOADS)
+  for i, j in itertools.combinations(range(5), 2):
+    assert {(x[i], x[j]) for x in cells} == set(itertools.product(factors[i], factors[j]))
+
+
+def test_no_value_is_chosen_much_more_often_than_others():
   groups = choose(list(SHAPES), TOKENS, RATIOS, LOADS, PASSES, pairwise=True)
-  assert len(groups) < len(SHAPES) * len(TOKENS) * len(PASSES) / 1.5
-  for i, j in itertools.combinations(range(3), 2):
-    factors = (SHAPES, TOKENS, PASSES)
-    met = {(group[i], group[j]) for group in groups}
-    assert met == set(itertools.product(factors[i], factors[j]))
-  assert all(len(cells) == len(RATIOS) * len(LOADS) for cells in groups.values())
+  assert len(groups) == len(SHAPES) * len(TOKENS)
+  for values in zip(
+    *((g.direction, c.ratio, c.loads) for g in groups for c in groups[g]), strict=True
+  ):
+    counts = collections.Counter(values).values()
+    assert max(counts) <= 1.2 * min(counts)
 
 
 @pytest.mark.parametrize("kind", LOADS)

@@ -1,10 +1,10 @@
 """The cells of the matrix: a model's shape, tokens a rank, a load and a pass; all or a choice."""
 
+import collections
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
-
-from ultraep_jax.bench.covering import covering_array
 
 TOKENS = (32, 128, 512, 2048, 8192, 16384)
 HIGHEST = "max"
@@ -46,20 +46,57 @@ def choose(
     ratios: of ``RATIOS`` or numbers, busiest over mean rank.
     loads: of ``LOADS``.
     passes: of ``PASSES``.
-    pairwise: a few groups in which every two of shape, tokens and pass meet, with all loads of
-      each; otherwise all.
+    pairwise: a few cells in which every two of shape, tokens, ratio, loads and pass meet, most
+      often two of a group, as to compile it takes longer than to measure it; otherwise all.
 
-  >>> groups = choose(["a", "b"], [32, 64], ["1"], ["zipf"], PASSES, pairwise=True)
+  >>> groups = choose(["a", "b"], [32, 64], RATIOS, LOADS, PASSES, pairwise=True)
   >>> len(groups), sum(map(len, groups.values()))
-  (4, 4)
+  (4, 12)
   """
-  factors = {"shape": shapes, "tokens": tokens, "direction": passes}
   if pairwise:
-    chosen, _ = covering_array(factors, lambda case: True)
-    groups = [Group(**case) for case in chosen]  # pyright: ignore[reportArgumentType]
-    random.Random(0).shuffle(groups)  # so that the first few differ in everything
-  else:
-    groups = [Group(s, t, d) for s in shapes for t in tokens for d in passes]
+    return _pairwise(shapes, tokens, ratios, loads, passes)
+  groups = [Group(s, t, d) for s in shapes for t in tokens for d in passes]
   return {
     group: [Cell(group, ratio, kind) for ratio in ratios for kind in loads] for group in groups
   }
+
+
+def _pairwise(
+  shapes: Sequence[str],
+  tokens: Sequence[int],
+  ratios: Sequence[str],
+  loads: Sequence[str],
+  passes: Sequence[str],
+) -> dict[Group, list[Cell]]:
+  """Cells that meet new pairs of values, or those met least."""
+  met: collections.Counter[Hashable] = collections.Counter()
+  chosen: dict[Group, list[Cell]] = {}
+
+  def pairs(cell: Cell) -> list[Hashable]:
+    return list(itertools.combinations(enumerate((*cell.group, cell.ratio, cell.loads)), 2))
+
+  def add(groups: Iterable[Group]) -> None:
+    def gain(cell: Cell) -> tuple[int, bool, int]:
+      counts = [met[pair] for pair in pairs(cell)]
+      return counts.count(0), cell.group in chosen, -sum(counts)
+
+    cells = [Cell(g, ratio, kind) for g in groups for ratio in ratios for kind in loads]
+    new = [cell for cell in cells if cell not in chosen.get(cell.group, [])]
+    if new:
+      best = max(new, key=gain)
+      met.update(pairs(best))
+      chosen.setdefault(best.group, []).append(best)
+
+  sizes = list(itertools.product(shapes, tokens))
+  random.Random(0).shuffle(sizes)  # so that the first few differ in everything
+  for size in sizes:
+    add(Group(*size, direction) for direction in passes)
+  for group in list(chosen):
+    add([group])
+  every = [Group(*size, direction) for size in sizes for direction in passes]
+  all_pairs = {
+    p for g in every for ratio in ratios for kind in loads for p in pairs(Cell(g, ratio, kind))
+  }
+  while all_pairs - met.keys():
+    add(every)
+  return chosen

@@ -8,8 +8,8 @@ launches.
 
 On one GPU ``--ratios 1`` says what the layer costs where nothing can be balanced.
 
-By default a few groups in which every two of shape, tokens and pass meet; ``--all`` measures the
-product, ``--minutes`` says when to begin no further group.
+By default a few cells in which every two of shape, tokens, ratio, loads and pass meet; ``--all``
+measures the product, ``--minutes`` says when to begin no further group.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
-  parser.add_argument("--all", action="store_true", help="all groups, not a pairwise choice")
+  parser.add_argument("--all", action="store_true", help="all cells, not a pairwise choice")
   parser.add_argument("--minutes", type=nonnegative, default=9.0, help="begin no group after these")
   parser.add_argument("--ranks", type=positive, help="default: all devices")
   parser.add_argument("--scale", type=positive, default=1, help="divide widths, to try it on a CPU")

@@ -1,0 +1,77 @@
+"""The matrix whose programs other processes compile: what they write, and who waits for it."""
+
+import pickle
+
+import compiled_elsewhere
+import jax
+import matrix_beside
+import pytest
+
+from ultraep_jax.bench.matrix import command, programs
+from ultraep_jax.bench.matrix.cells import Cell, Group
+
+ARGUMENTS = "--scale 64 --all --ratios 1 1.3 --loads zipf --passes forward --tokens 32"
+GROUPS = [Group("olmoe", 32, "forward"), Group("qwen3-30b", 32, "forward")]
+
+
+def make(folder, worker):
+  json = str(folder / "rows.json")
+  with (
+    compiled_elsewhere.pretending(jax.devices()[:2]),
+    matrix_beside.making(folder, worker, workers=2),
+  ):
+    command.main([*ARGUMENTS.split(), "--shapes", "olmoe", "qwen3-30b", "--json", json])
+
+
+def test_a_worker_writes_all_programs_of_its_groups_and_nothing_else(tmp_path):
+  make(tmp_path, 1)
+  (path,) = tmp_path.iterdir()
+  assert path.name == matrix_beside.name_of(GROUPS[1])
+  expected = {*programs.variants(2, "auto"), programs._SCALARS}
+  assert set(pickle.loads(path.read_bytes())) == expected
+
+
+def test_a_group_that_cannot_be_compiled_is_told_of(tmp_path, monkeypatch, capsys):
+  def refuse(*_):
+    raise RuntimeError("too large")
+
+  monkeypatch.setattr(programs, "_lowered", refuse)
+  make(tmp_path, 0)
+  cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
+  matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
+  arriving = matrix_beside.Arriving(cells, tmp_path)
+  assert list(arriving.items()) == [(GROUPS[1], cells[GROUPS[1]])]
+  assert "too large" in capsys.readouterr().out
+
+
+def test_groups_come_as_their_programs_do(tmp_path, monkeypatch):
+  cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
+  matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
+
+  def later(_):
+    matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[0]), b"")
+
+  monkeypatch.setattr(matrix_beside.time, "sleep", later)
+  arriving = matrix_beside.Arriving(cells, tmp_path)
+  assert [group for group, _ in arriving.items()] == GROUPS[::-1] and len(arriving) == 2
+
+
+def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypatch):
+  make(tmp_path, 0)
+  loaded = []
+
+  def load(*saved, execution_devices):
+    loaded.append(saved)
+    assert list(execution_devices) == jax.devices()[:2]
+    return lambda *_: jax.numpy.float32(1)
+
+  def refuse(*_, **__):
+    pytest.fail("compiled")
+
+  monkeypatch.setattr(matrix_beside.serialize_executable, "deserialize_and_load", load)
+  monkeypatch.setattr(programs, "_lowered", refuse)
+  mesh = jax.sharding.Mesh(jax.devices()[:2], ("expert",))
+  with matrix_beside.finding(tmp_path):
+    found = command.compile_group(mesh, GROUPS[0], "auto", ())
+  assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 32
+  assert len(loaded) == len(found.variants) + 1
