@@ -20,7 +20,7 @@ _TIGHT, _AMPLE = 1.25, 2  # rows over the mean
 # until the backward pass, those of a layer without gradients until its end.
 _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
 _KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30  # of a rank: ``_AMPLE`` up to these
-_LEAST_BYTES = 1 << 30  # of a rank: what is least up to this
+_LEAST_BYTES = 1 << 30  # of a rank: ``least`` up to this
 
 
 def row_capacity(

@@ -64,7 +64,7 @@ def settle(
   num_home, mean = weights.wo.shape[0], tokens * top_k
   num_experts = num_home * num_ranks
   domain = config.domain_of(num_ranks)
-  cost = layer_cost(dtype, weights, 0, config, domain)
+  cost = layer_cost(dtype, weights, 0, config, domain)  # buffers follow from it
   weighs = config.strategy == "quota" and config.objective == "time"
   # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
   spares = weighs and bool(cost.plan.copy_rows) and multiplied_by_kernel(config, dtype)

@@ -47,7 +47,7 @@ def choose(
     loads: of ``LOADS``.
     passes: of ``PASSES``.
     pairwise: a few cells in which every two of shape, tokens, ratio, loads and pass meet, most
-      often two of a group, as to compile it takes longer than to measure it; otherwise all.
+      often two of a group, which takes longer to compile than to measure; otherwise all.
 
   >>> groups = choose(["a", "b"], [32, 64], RATIOS, LOADS, PASSES, pairwise=True)
   >>> len(groups), sum(map(len, groups.values()))
