@@ -18,7 +18,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 from unittest import mock
@@ -57,7 +57,7 @@ def main() -> int:
     with (args.folder / f"worker_{worker}.log").open("w") as log:
       workers.append(subprocess.Popen(line, env=environment, stdout=log, stderr=log))
   try:
-    with finding(args.folder):
+    with finding(args.folder, lambda: any(process.poll() is None for process in workers)):
       return command.main([*bench, "--ranks", str(args.ranks)])
   finally:
     for process in workers:
@@ -111,7 +111,7 @@ def no_choices(_: int, __: str, ___: str, ____: int, ranks: int, tokens: int, to
 
 
 @contextlib.contextmanager
-def finding(folder: pathlib.Path) -> Iterator[None]:
+def finding(folder: pathlib.Path, compiling: Callable[[], bool]) -> Iterator[None]:
   """The bench loads programs from the folder, and takes the groups as they come."""
 
   def compile_group(mesh: Any, group: cells.Group, *_: Any) -> programs.Programs:
@@ -127,7 +127,7 @@ def finding(folder: pathlib.Path) -> Iterator[None]:
     return programs.Programs(loaded, scalars, programs._calls(group))
 
   def choose(*arguments: Any, **options: Any) -> "Arriving":
-    return Arriving(cells.choose(*arguments, **options), folder)
+    return Arriving(cells.choose(*arguments, **options), folder, compiling)
 
   with (
     mock.patch.object(command, "choose", choose),
@@ -137,15 +137,21 @@ def finding(folder: pathlib.Path) -> Iterator[None]:
 
 
 class Arriving(dict[cells.Group, Sequence[cells.Cell]]):
-  """Groups in the order in which their programs are there."""
+  """Groups in the order in which their programs are there, while others are compiled."""
 
-  def __init__(self, groups: dict[cells.Group, list[cells.Cell]], folder: pathlib.Path):
+  def __init__(
+    self,
+    groups: dict[cells.Group, list[cells.Cell]],
+    folder: pathlib.Path,
+    compiling: Callable[[], bool],
+  ):
     super().__init__(groups)
-    self.folder = folder
+    self.folder, self.compiling = folder, compiling
 
   def items(self) -> Any:
     left = dict(super().items())
     while left:
+      last = not self.compiling()
       for group in list(left):
         failed = self.folder / f"{name_of(group)}.{_FAILED}"
         if failed.exists():
@@ -153,6 +159,9 @@ class Arriving(dict[cells.Group, Sequence[cells.Cell]]):
           del left[group]
         elif (self.folder / name_of(group)).exists():
           yield group, left.pop(group)
+      if last and left:
+        print(f"nothing compiles any more; see {self.folder}/worker_*.log: {list(left)}")
+        return
       time.sleep(0.2)
 
 

@@ -39,7 +39,7 @@ def test_a_group_that_cannot_be_compiled_is_told_of(tmp_path, monkeypatch, capsy
   make(tmp_path, 0)
   cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
   matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
-  arriving = matrix_beside.Arriving(cells, tmp_path)
+  arriving = matrix_beside.Arriving(cells, tmp_path, lambda: True)
   assert list(arriving.items()) == [(GROUPS[1], cells[GROUPS[1]])]
   assert "too large" in capsys.readouterr().out
 
@@ -52,8 +52,16 @@ def test_groups_come_as_their_programs_do(tmp_path, monkeypatch):
     matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[0]), b"")
 
   monkeypatch.setattr(matrix_beside.time, "sleep", later)
-  arriving = matrix_beside.Arriving(cells, tmp_path)
+  arriving = matrix_beside.Arriving(cells, tmp_path, lambda: True)
   assert [group for group, _ in arriving.items()] == GROUPS[::-1] and len(arriving) == 2
+
+
+def test_groups_are_not_waited_for_once_all_processes_have_ended(tmp_path, capsys):
+  cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
+  matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
+  arriving = matrix_beside.Arriving(cells, tmp_path, lambda: False)
+  assert [group for group, _ in arriving.items()] == GROUPS[1:]
+  assert "olmoe" in capsys.readouterr().out
 
 
 def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypatch):
@@ -71,7 +79,7 @@ def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypat
   monkeypatch.setattr(matrix_beside.serialize_executable, "deserialize_and_load", load)
   monkeypatch.setattr(programs, "_lowered", refuse)
   mesh = jax.sharding.Mesh(jax.devices()[:2], ("expert",))
-  with matrix_beside.finding(tmp_path):
+  with matrix_beside.finding(tmp_path, lambda: True):
     found = command.compile_group(mesh, GROUPS[0], "auto", ())
   assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 32
   assert len(loaded) == len(found.variants) + 1
