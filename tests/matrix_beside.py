@@ -71,13 +71,13 @@ def making(folder: pathlib.Path, worker: int, workers: int) -> Iterator[None]:
   def compile_group(mesh: Any, group: cells.Group, *arguments: Any) -> None:
     if not (folder / name_of(group)).exists():
       jax.clear_caches()
-      with futures.ThreadPoolExecutor() as pool:
-        pending = {
-          name: pool.submit(lowered.compile)
-          for name, lowered in programs._lowered(mesh, group, *arguments)
-        }
-      made = {name: each.result() for name, each in pending.items() if not each.exception()}
-      whole = {name: serialize_executable.serialize(each) for name, each in made.items()}
+      try:
+        made = programs.compile_group(mesh, group, *arguments)
+      except Exception as error:
+        write(folder / f"{name_of(group)}.{_FAILED}", repr(error).encode())
+        raise
+      named = {**made.variants, programs._SCALARS: made.scalars}
+      whole = {name: serialize_executable.serialize(each) for name, each in named.items()}
       write(folder / name_of(group), pickle.dumps(whole))
     raise compiled_elsewhere.Made("compiled")
 
@@ -85,20 +85,10 @@ def making(folder: pathlib.Path, worker: int, workers: int) -> Iterator[None]:
     groups = cells.choose(*arguments, **options)
     return dict(list(groups.items())[worker::workers])
 
-  def measure_group(mesh: Any, group: cells.Group, *arguments: Any) -> Any:
-    try:
-      return measure(mesh, group, *arguments)
-    except Exception as error:
-      if not isinstance(error, compiled_elsewhere.Made):
-        write(folder / f"{name_of(group)}.{_FAILED}", repr(error).encode())
-      raise
-
-  measure = command.measure_group
   with contextlib.ExitStack() as stack:
     for name, value in [
       ("choose", share),
       ("compile_group", compile_group),
-      ("measure_group", measure_group),
       ("choices", no_choices),  # only shapes count
       ("write_text", lambda *_: None),
     ]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering_array
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -31,7 +32,6 @@ from layer_problems import (
 
 import ultraep_jax as uep
 from ultraep_jax import activations
-from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.checks import check_activation, check_weights
 from ultraep_jax.types import Layout
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering_array
 from jax.sharding import AxisType
 from layer_problems import (
   EXPERTS,
@@ -23,7 +24,6 @@ from layer_problems import (
 )
 
 import ultraep_jax as uep
-from ultraep_jax.bench.covering import covering_array
 from ultraep_jax.moe import home_rows
 
 CONFIG = uep.BalanceConfig(replica_slots=2, objective="balance", capacity_factor=1.25)

@@ -23,7 +23,6 @@ from ultraep_jax.transport.replicate import REDUCING, copying_tuning
 from ultraep_jax.types import Array
 
 TOP_K = 8
-OPERATIONS = ("dispatch", "combine", "replicate", "reduce", "copying", "reducing")
 # Changes to the defaults.
 _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
   "dispatch": ({"workers": 8}, {"steps": 2}, {"steps": 8}, {"workers": 8, "tile_bytes": 8192}),
@@ -39,6 +38,7 @@ _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
   ),
   "reducing": ({"blocks": 8}, {"blocks": 12}, {"blocks": 24}, {"tile_bytes": 32768}),
 }
+OPERATIONS = tuple(_CANDIDATES)
 
 
 def default(operation: str, ranks: int) -> TransferTuning:
