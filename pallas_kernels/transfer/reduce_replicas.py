@@ -293,11 +293,11 @@ def _kernel(
     if rest:
       add_units(whole * _AT_ONCE * _UNIT, rest)
 
-  def reduce(index: Array, begin: Array, each: Tiles, offset: Array) -> Array:
+  def reduce(index: Array, begin: Array, each: Tiles, offset: Array, step: Array) -> Array:
     """Handles a tile of a node; children from ``begin`` on. Returns where those of the next are."""
     source, parent, end = (node(index, f) for f in (Fields.SOURCE, Fields.PARENT, Fields.END))
-    slot, step = source - num_home, each.step(offset, num_workers)
-    tile, rounds = pl.ds(offset, each.length), each.dtype != jnp.float32
+    slot, rounds = source - num_home, each.dtype != jnp.float32
+    tile = pl.ds(offset, each.length)
     of_children = begin, end, step
     each_child(begin, end, arrive)
 
@@ -334,17 +334,15 @@ def _kernel(
     when(step + _INBOX < num_tiles)(lambda: each_child(begin, end, acknowledge))
     return end
 
+  step = jnp.int32(0)
   for each in tiles:
 
-    def reduce_all(offset: Array, each: Tiles = each) -> None:
-      lax.fori_loop(
-        0,
-        work_buffer[Fields.COUNT],
-        functools.partial(reduce, each=each, offset=offset),
-        jnp.int32(0),
-      )
+    def reduce_all(offset: Array, _: Array, step: Array, each: Tiles = each) -> Array:
+      reduce_next = functools.partial(reduce, each=each, offset=offset, step=step)
+      lax.fori_loop(0, work_buffer[Fields.COUNT], reduce_next, jnp.int32(0))
+      return step + 1
 
-    each.each(worker, num_workers, reduce_all)
+    step = each.each(worker, num_workers, reduce_all, step)
 
   plgpu.wait_smem_to_gmem(0)
 

@@ -12,7 +12,7 @@ Rank 0 sends the expert once instead of three times.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,10 @@ from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
 from pallas_kernels.warp.branches import when
 
 _BUFFERS = 2  # of a worker, if there is room: one is loaded while the other one is read
+# Most tiles that a worker sends one after the other. Whoever forwards them waits once for all of
+# them: that takes about as long as to send one. Each worker has so many turns for an expert, or its
+# tiles go one by one: with fewer, some workers would have much more to send than others.
+_TOGETHER, _LEAST_TURNS = 4, 10
 _ARRIVALS = 2  # lines of semaphores before those of workers
 # Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
 _TURN_BYTES = 16 * 2**20
@@ -51,18 +55,21 @@ def replicate(
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
   (see ``support.why_unsupported``). One kernel moves all arrays. The ranks that send push tiles
-  into the slots of the receivers; a rank that forwards an expert sends each tile on as soon as it
-  has landed in its own slot. A tile is read once per rank, however many copies it feeds. When the
-  kernel returns on a rank, that rank's slots are complete.
+  into the slots of the receivers; a rank that forwards an expert sends each run of a few tiles on
+  as soon as it has landed in its own slot. A tile is read once per rank, however many copies it
+  feeds. When the kernel returns on a rank, that rank's slots are complete.
 
-  No legal plan can deadlock. All workers go through the turns, through the tiles of a turn in the
-  same order, and through the experts they send of each tile in the order of the depth of their
+  No legal plan can deadlock. All workers go through the turns, through the runs of a turn in the
+  same order, and through the experts they send of each run in the order of the depth of their
   slot in its tree (home: 0). An expert has the same turn on all ranks. A worker only ever waits
-  for a tile to land in a slot of depth d, sent by the same worker of another rank, whose place in
-  this common order is the same turn and tile, and depth d − 1. It has done all that comes before
+  for a run to land in a slot of depth d, sent by the same worker of another rank, whose place in
+  this common order is the same turn and run, and depth d − 1. It has done all that comes before
   in the order, and what it has sent is announced before it waits. So of all waiting workers the
   one that is first in the order waits for one that does not wait. For the watcher of a rank, who
   waits for all of its slots, no worker waits.
+
+  To announce what has landed takes a while. So a worker sends the first tile of its next run
+  before it announces the last one, if it need not wait for that tile.
 
   Args:
     arrays: ``[M, ...]`` each, this rank's home experts. Rows must be multiples of 16 bytes.
@@ -120,6 +127,10 @@ def replication(
   if not arrays or not num_slots:
     return None
   tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
+  of_worker = sum(each.count for each in tiles) // tuning.num_workers
+  together = min(max(of_worker // _LEAST_TURNS, 1), _TOGETHER)
+  if lax.axis_size(axis_name) > 2 and together > 1:  # of two ranks none forwards
+    tiles = tiling.cut("arrays", arrays, tuning, flat=flat, together=together)
   num_home = arrays[0].shape[0]
   size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
   turn_N = _turns(replica_expert_GS, home_rows_G, num_home, max(_TURN_BYTES // size, 1))
@@ -259,6 +270,20 @@ def _work_list(
   return jnp.sum(work_LN, axis=1, dtype=jnp.int32)
 
 
+type Range = tuple[Array, Array]  # of copies in the work list
+
+
+class _Sends(NamedTuple):
+  """Where a worker is: copies of the next source begin there, and so many sends came before.
+
+  Copies in ``landing`` have got the tiles before, and those that forward them do not know yet.
+  """
+
+  begin: Array
+  before: Array
+  landing: Range
+
+
 def _kernel(
   operand_refs: Sequence[Any],
   replica_refs: Sequence[Any],
@@ -298,59 +323,62 @@ def _kernel(
     rank, slot = child(index)
     peers.signal(semaphore(slot), rank, axis_name)
 
-  def send(at: tuple[Array, Array], each: Tiles, offset: Array) -> tuple[Array, Array]:
-    """Sends a tile of one source: its copies begin there, and so many sends came before.
+  def pass_on(landing: Range, sending: int) -> None:
+    """Tells those that forward tiles that they landed; up to so many later ones may not have."""
+    begin, end = landing
 
-    Returns the same of the next one.
-    """
-    (begin, before), home_ref, replica_ref = at, home_refs[each.array], replica_refs[each.array]
-    place = worker * num_buffers + lax.rem(before, jnp.int32(num_buffers))
-    buffer, part = tiling.buffer(each, tiles, buffer_refs, place), pl.ds(offset, each.length)
-    plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
-    source = copy_field(begin, _Fields.SOURCE)
-    relayed_end, end = (copy_field(begin, f) for f in (_Fields.RELAYED_END, _Fields.END))
-
-    @when(source < num_home)
+    @when(end > begin)
     def _() -> None:
-      load(home_ref.at[source, part], buffer)
+      plgpu.wait_smem_to_gmem(sending)  # landed, not only read from the buffer
+      pl.loop(begin, end)(functools.partial(announce, lambda slot: landed.at[slot]))
+
+  def send(at: _Sends, each: Tiles, offset: Array, count: Array) -> _Sends:
+    """Sends tiles of one source, and tells of those before."""
+    home_ref, replica_ref = home_refs[each.array], replica_refs[each.array]
+    fields = (_Fields.SOURCE, _Fields.RELAYED_END, _Fields.END)
+    source, relayed_end, end = (copy_field(at.begin, field) for field in fields)
+    first, last = at.landing
 
     @when(source >= num_home)
     def _() -> None:
+      pass_on(at.landing, 0)  # whoever waits has announced all that it sent
       pl.semaphore_wait(landed.at[source - num_home])
-      load(replica_ref.at[source - num_home, part], buffer)
 
-    plgpu.barrier_wait(loaded)
-
-    @pl.loop(begin, end)
+    @pl.loop(jnp.int32(0), count)
     def _(index: Array) -> None:
-      rank, slot = child(index)
-      target = peers.remote_ref(replica_ref, rank, axis_name)
-      plgpu.copy_smem_to_gmem(buffer, target.at[slot, part])
+      place = worker * num_buffers + lax.rem(at.before + index, jnp.int32(num_buffers))
+      buffer = tiling.buffer(each, tiles, buffer_refs, place)
+      part = pl.ds(offset + index * each.length, each.length)
+      plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+      when(source < num_home)(lambda: load(home_ref.at[source, part], buffer))
+      when(source >= num_home)(lambda: load(replica_ref.at[source - num_home, part], buffer))
+      plgpu.barrier_wait(loaded)
 
-    @when(relayed_end > begin)
-    def _() -> None:
-      plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-      pl.loop(begin, relayed_end)(functools.partial(announce, lambda slot: landed.at[slot]))
+      @pl.loop(at.begin, end)
+      def _(copy: Array) -> None:
+        rank, slot = child(copy)
+        target = peers.remote_ref(replica_ref, rank, axis_name)
+        plgpu.copy_smem_to_gmem(buffer, target.at[slot, part], commit_group=False)
 
-    return end, before + 1
+      plgpu.commit_smem_to_gmem_group()
+      waiting = (source < num_home) & (index == 0)
+      pass_on((first, lax.select(waiting, last, first)), 1)
+
+    return _Sends(end, at.before + count, (at.begin, relayed_end))
 
   def send_turn(begin: Array) -> Array:
     """Sends all tiles of a turn, whose copies begin here. Returns where the next turn's do."""
     turn_end = copy_field(begin, _Fields.TURN_END)
-    _, num_sources = lax.while_loop(
-      lambda at: at[0] < turn_end,
-      lambda at: (copy_field(at[0], _Fields.END), at[1] + 1),
-      (begin, jnp.int32(0)),
-    )
+    at = _Sends(begin, jnp.int32(0), (begin, begin))
     for each in tiles:
 
-      def send_all(offset: Array, each: Tiles = each) -> None:
-        send_next = functools.partial(send, each=each, offset=offset)
-        before = each.step(offset, tuning.num_workers) * num_sources
-        lax.while_loop(lambda at: at[0] < turn_end, send_next, (begin, before))
+      def send_all(offset: Array, count: Array, at: _Sends, each: Tiles = each) -> _Sends:
+        send_next = functools.partial(send, each=each, offset=offset, count=count)
+        return lax.while_loop(lambda at: at.begin < turn_end, send_next, at._replace(begin=begin))
 
-      each.each(tiling.worker_index(tuning), tuning.num_workers, send_all)
+      at = each.each(tiling.worker_index(tuning), tuning.num_workers, send_all, at)
 
+    pass_on(at.landing, 0)
     plgpu.wait_smem_to_gmem(0)
     pl.loop(begin, turn_end)(functools.partial(announce, arrivals.of_worker))
     return turn_end

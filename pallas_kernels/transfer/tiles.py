@@ -1,9 +1,10 @@
 """What all transfers between GPUs share: workers, and rows cut into tiles.
 
 A *worker* is one warpgroup with its own tile buffer in shared memory. It moves one tile at a
-time: it loads the tile, stores it wherever it is wanted, and reuses the buffer. Tiles are dealt
-to the workers in turn, so worker w of one rank handles exactly the tiles that worker w of every
-other rank handles, and two such workers can agree about a tile with a semaphore of their own.
+time: it loads the tile, stores it wherever it is wanted, and reuses the buffer. Tiles, or runs of a
+few, are dealt to the workers in turn, so worker w of one rank handles exactly the tiles that worker
+w of every other rank handles, and two such workers can agree about them with a semaphore of their
+own.
 
 A worker never overlaps its own steps; enough workers keep the links busy. This is what makes
 waiting safe: a worker that waits holds nothing back that another one waits for.
@@ -41,9 +42,10 @@ class Tiles:
     start: where in a row the first tile begins; lengths and offsets are along the row's first axis.
     length: of a tile.
     count: of tiles.
-    before: tiles dealt before these; the workers' turns go on from there.
+    before: runs of tiles dealt before these; the workers' turns go on from there.
     dtype: of the array.
     rest: the row's other axes, which tiles have whole.
+    together: tiles of a run, which one worker handles.
   """
 
   array: int
@@ -53,25 +55,35 @@ class Tiles:
   before: int
   dtype: jnp.dtype
   rest: tuple[int, ...] = ()
+  together: int = 1
 
-  def each(self, worker: Array, num_workers: int, visit: Callable[[Array], None]) -> None:
-    """Calls ``visit(offset)`` for the tiles of a worker, in order (inside a kernel)."""
+  def each[T](
+    self, worker: Array, num_workers: int, visit: Callable[[Array, Array, T], T], carry: T
+  ) -> T:
+    """``carry = visit(offset, count, carry)`` for a worker's tiles, in order (inside a kernel).
+
+    ``count`` tiles that lie one behind the other begin there.
+    """
     first = lax.rem(worker + (-self.before) % num_workers, jnp.int32(num_workers))
-    steps = lax.div(self.count + num_workers - 1 - first, jnp.int32(num_workers))
+    steps = lax.div(self.runs + num_workers - 1 - first, jnp.int32(num_workers))
 
-    @pl.loop(jnp.int32(0), steps)
-    def _(step: Array) -> None:
-      visit(self.start + (first + step * num_workers) * self.length)
+    def step(step: Array, carry: T) -> T:
+      tile = (first + step * num_workers) * self.together
+      count = lax.min(self.count - tile, jnp.int32(self.together))
+      return visit(self.start + tile * self.length, count, carry)
 
-  def step(self, offset: Array, num_workers: int) -> Array:
-    """How many tiles a worker handles before the one at ``offset``, over all ``Tiles``."""
-    return lax.div(self.before + lax.div(offset - self.start, self.length), num_workers)
+    return lax.fori_loop(jnp.int32(0), steps, step, carry)
+
+  @property
+  def runs(self) -> int:
+    """Of up to ``together`` tiles, which are dealt to the workers in turn."""
+    return -(-self.count // self.together)
 
 
 def count(tiles: Sequence[Tiles], worker: Array, num_workers: int) -> Array:
-  """How many tiles a worker handles in all."""
-  num_tiles = tiles[-1].before + tiles[-1].count
-  return lax.div(num_tiles + num_workers - 1 - worker, num_workers)
+  """How many runs of tiles a worker handles in all."""
+  num_runs = tiles[-1].before + tiles[-1].runs
+  return lax.div(num_runs + num_workers - 1 - worker, num_workers)
 
 
 def worker_index(tuning: TransferTuning) -> Array:
@@ -80,7 +92,12 @@ def worker_index(tuning: TransferTuning) -> Array:
 
 
 def cut(
-  name: str, arrays: Sequence[Array], tuning: TransferTuning, *, flat: bool = True
+  name: str,
+  arrays: Sequence[Array],
+  tuning: TransferTuning,
+  *,
+  flat: bool = True,
+  together: int = 1,
 ) -> list[Tiles]:
   """Cuts the rows (all but the leading axis) of arrays into tiles without overlap.
 
@@ -90,6 +107,7 @@ def cut(
     tuning: the most bytes of a tile.
     flat: a row is cut as one vector; otherwise along its first axis alone, so that a tile may be
       larger than asked for.
+    together: tiles of a run.
 
   Raises:
     NotImplementedError: a dtype that bulk copies cannot move, or a row that is not a multiple of
@@ -119,8 +137,8 @@ def cut(
     full, left = divmod(row, length)
     for start, each, count in ((0, length, full), (full * length, left, 1)):
       if each and count:
-        tiles.append(Tiles(index, start, each, count, before, array.dtype, rest))
-        before += count
+        tiles.append(Tiles(index, start, each, count, before, array.dtype, rest, together))
+        before += tiles[-1].runs
   return tiles
 
 
@@ -138,7 +156,7 @@ def quarters(tiles: Sequence[Tiles], ranges: Sequence[tuple[int, int]]) -> list[
     if end > first:
       start = each.start + first * each.length
       chosen.append(dataclasses.replace(each, start=start, count=end - first, before=before))
-      before += end - first
+      before += chosen[-1].runs
   return chosen
 
 

@@ -84,6 +84,44 @@ def test_copies_in_turns(name):
   assert_copied(copies, arrays, PLANS[name][0])
 
 
+@pytest.mark.parametrize("home_rows", [None, [90, 0, 30, 60]])
+@pytest.mark.parametrize("name", PLANS)
+def test_copies_in_runs_of_tiles(name, home_rows, monkeypatch):
+  """Runs of three tiles, of two and of one; each worker has several of them."""
+  arrays = experts(((11, 64), jnp.float32), ((4, 64), jnp.bfloat16))
+  monkeypatch.setattr(transfer, "_TOGETHER", 3)
+  monkeypatch.setattr(transfer, "_LEAST_TURNS", 1)
+  home_rows_G = home_rows and jnp.array(home_rows, jnp.int32)
+  tuning = TransferTuning(blocks=2, workers=1, tile_bytes=512)
+  cuts = tiles.cut("arrays", arrays, tuning, together=3)
+  assert sum(each.count for each in cuts) == 13 and sum(each.runs for each in cuts) == 5
+  with interpreted():
+    run = sharded(mesh(), tuning, home_rows_G=home_rows_G)
+    copies = jax.block_until_ready(run(arrays, *plan(name)))
+  assert_copied(copies, arrays, PLANS[name][0])
+
+
+@pytest.mark.parametrize(
+  ("workers", "ranks", "together"), [(9, 4, 2), (10, 4, 1), (1, 4, 4), (1, 2, 1)]
+)
+def test_large_experts_that_ranks_may_forward_go_in_runs(workers, ranks, together, monkeypatch):
+  """180 tiles: each worker has ten turns or more, or its tiles go one by one."""
+  cuts, real = [], tiles.cut
+  monkeypatch.setattr(tiles, "cut", lambda *a, **k: cuts.append(real(*a, **k)) or cuts[-1])
+  tuning = TransferTuning(blocks=workers, workers=1, tile_bytes=128)
+
+  def copied(array, *plan):
+    return transfer.replication([array], *plan, axis_name="expert", tuning=tuning).launch()
+
+  run = jax.shard_map(
+    copied, mesh=mesh((ranks, "expert")), in_specs=(P("expert"), P(), P()), out_specs=P("expert")
+  )
+  array = jax.ShapeDtypeStruct((ranks * HOME, 180, 32), jnp.float32)
+  slots = jax.ShapeDtypeStruct((ranks, 2), jnp.int32)
+  jax.eval_shape(run, array, slots, slots)
+  assert {each.together for each in cuts[-1]} == {together}
+
+
 @pytest.mark.parametrize(("shared", "buffers"), [(8192, 2), (3000, 1)])
 @pytest.mark.parametrize("name", PLANS)
 def test_copies_through_as_many_buffers_as_there_is_room_for(name, shared, buffers, monkeypatch):
@@ -379,21 +417,24 @@ def test_matrices_whose_rows_are_no_multiple_of_16_bytes_are_cut_flat_alone():
     tiles.cut("arrays", arrays, TransferTuning(), flat=False)
 
 
-@pytest.mark.parametrize("flat", [True, False])
-def test_a_worker_counts_its_tiles(flat):
-  """Of all arrays: a worker's tiles have one buffer and another in turn."""
-  arrays = [np.zeros((1, 6, 64), np.float32), np.zeros((1, 5, 128), np.float32)]
-  tuning = TransferTuning(tile_bytes=512 if flat else 1024)
-  cuts = tiles.cut("arrays", arrays, tuning, flat=flat)
-  for num_workers in (1, 3, 4):
-    for worker in range(num_workers):
-      with jax.disable_jit():
-        steps = [
-          int(tile.step(jnp.int32(offset), num_workers))
-          for tile in cuts
-          for offset in visited(tile, worker, num_workers)
-        ]
-      assert steps == list(range(len(steps)))
+def test_runs_of_tiles_cover_rows_and_are_dealt_in_turn():
+  """Of all arrays; the last run of an array's tiles may be shorter."""
+  arrays = [np.zeros((1, 11 * 32), np.float32), np.zeros((1, 6 * 32 + 8), np.float32)]
+  cuts = tiles.cut("arrays", arrays, TransferTuning(tile_bytes=128), together=3)
+  assert [(tile.count, tile.before, tile.runs) for tile in cuts] == [
+    (11, 0, 4),
+    (6, 4, 2),
+    (1, 6, 1),
+  ]
+  for num_workers in (1, 2, 3, 5):
+    covered, runs = [np.zeros(array.shape[1:], int) for array in arrays], []
+    for tile in cuts:
+      for worker in range(num_workers):
+        for offset, count in visited(tile, worker, num_workers):
+          covered[tile.array][offset : offset + count * tile.length] += 1
+          runs.append((tile.before + (offset - tile.start) // (3 * tile.length), worker))
+    assert all((array == 1).all() for array in covered)
+    assert sorted(runs) == [(run, run % num_workers) for run in range(7)]
 
 
 def test_tiles_have_room_for_every_dtype():
@@ -411,7 +452,8 @@ def check_dealt(cuts, covered, num_workers, whole=True):
   dealt = np.zeros(num_workers, int)
   for tile in cuts:
     for worker in range(num_workers):
-      for offset in visited(tile, worker, num_workers):
+      for offset, count in visited(tile, worker, num_workers):
+        assert count == 1
         covered[tile.array][offset : offset + tile.length] += 1
         dealt[worker] += 1
   assert not whole or all((array == 1).all() for array in covered)
@@ -419,10 +461,13 @@ def check_dealt(cuts, covered, num_workers, whole=True):
 
 
 def visited(tile, worker, num_workers):
-  offsets = []
+  """Where a worker's runs begin, and how many tiles they have."""
+  runs = []
   with jax.disable_jit():
-    tile.each(jnp.int32(worker), num_workers, lambda offset: offsets.append(int(offset)))
-  return offsets
+    tile.each(
+      jnp.int32(worker), num_workers, lambda *run: runs.append(tuple(map(int, run[:2]))), None
+    )
+  return runs
 
 
 # --- errors ----------------------------------------------------------------------------------
