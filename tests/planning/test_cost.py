@@ -45,9 +45,9 @@ def test_a_copy_is_what_is_exposed_of_it_and_a_slot():
 
 
 def test_narrow_experts_take_longer_a_row():
-  rows = [cost_on(H200, BF16, experts(*shape), 1) for shape in ((2048, 512), (4096, 1536))]
-  assert rows[0].plan.copy_rows < 0.65 * rows[1].plan.copy_rows  # while copies are as fast
-  assert rows[0].fixed_rows > 3 * rows[1].fixed_rows
+  rows = [cost_on(H200, BF16, experts(*shape), 1) for shape in ((2048, 768), (4096, 1536))]
+  assert rows[0].plan.copy_rows < 0.8 * rows[1].plan.copy_rows  # while copies are as fast
+  assert rows[0].fixed_rows > 2.9 * rows[1].fixed_rows
 
 
 def test_copies_alone_cost_all_of_their_time():
@@ -201,6 +201,15 @@ def test_a_round_that_is_spared_is_a_gain():
   assert [cost.can_gain(TIME, **sizes(10, 2, 16, 4)) for cost in dear] == [True, False]
   alone = dataclasses.replace(TIME, domain_size=1)
   assert not dear[0].can_gain(alone, **sizes(10, 2, 16, 4))
+
+
+def test_a_rare_load_is_worth_a_plan_that_gains_five_times_its_costs():
+  """Of 20 rows on average a likely load spares 18, and all 160 on one rank 140."""
+  for costs_rows, gains in ((17, True), (18, True), (27, True), (28, False)):
+    cost = LayerCost(PlanCost(costs_rows - 3, 160), 3)
+    assert cost.can_gain(TIME, **sizes(10, 2, 16, 8)) == gains
+    planned_in_jax = cost._replace(by_kernel=False)
+    assert not planned_in_jax.can_gain(TIME, **sizes(10, 2, 16, 8))
 
 
 def test_a_plan_without_a_kernel_has_to_gain_twice_what_it_costs():

@@ -206,14 +206,41 @@ def test_no_load_needs_copies_to_fit_that_cost_more_than_not_balancing(ranks, to
 def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
   options, more_room, monkeypatch
 ):
-  tokens, top_k, home = 512, 8, 32
+  tokens, top_k, home, ranks = 600, 8, 32, 16  # all of their tokens take more than 512 MiB
   options = dict(options)
   if options.pop("alone", False):
     monkeypatch.setattr(cost, "by_kernel", lambda operation, config: operation != "replicate")
   into, out = (jax.ShapeDtypeStruct((home, *shape), BF16) for shape in ((4096, 1536), (1536, 4096)))
   config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
-  sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": 4, "dtype": BF16}
+  sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}
   found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
   assert found.transient_capacity == found.capacity
   assert (found.capacity > 3 * tokens * top_k) == more_room
   assert more_room or found.capacity == 2 * tokens * top_k
+
+
+@pytest.mark.parametrize(
+  ("options", "tokens", "has_all", "plans"),
+  [
+    ({}, 512, True, False),  # a likely load gains nothing
+    ({}, 1024, False, True),
+    ({"replica_slots": 1}, 1024, True, True),  # a plan may not fit: no loop over rounds
+    ({"replica_slots": 1}, 4096, False, True),  # 1 GiB
+    ({"domain_size": 1}, 1024, True, False),  # no copy is made
+    ({"copy_rows": 10**6}, 1024, True, False),
+    ({"capacity_factor": 2.0}, 512, False, True),
+    ({"objective": "balance"}, 512, False, True),
+    ({"implementation": "portable"}, 512, False, False),  # plain JAX passes over all rows
+  ],
+)
+def test_small_batches_have_room_for_all_where_that_spares_a_plan_or_a_loop(
+  options, tokens, has_all, plans
+):
+  top_k, home, ranks = 8, 32, 4
+  into, out = (jax.ShapeDtypeStruct((home, *shape), BF16) for shape in ((4096, 1536), (1536, 4096)))
+  config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
+  sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}
+  found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
+  assert (found.capacity == ranks * tokens * top_k) == has_all
+  assert found.plans == plans
+  assert found.one_round or not has_all

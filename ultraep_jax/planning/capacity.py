@@ -19,7 +19,8 @@ _TIGHT, _AMPLE = 1.25, 2  # rows over the mean
 # Bytes of tokens, by ``capacity_factor="auto"``. The rows that a layer keeps for its gradients stay
 # until the backward pass, those of a layer without gradients until its end.
 _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
-_KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30  # of a rank: ``_AMPLE`` up to these
+# Of a rank: ``_AMPLE`` up to these; all rows up to the first, where that spares a plan or a loop.
+_KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30
 _LEAST_BYTES = 1 << 30  # of a rank: ``least`` up to this
 
 
@@ -95,6 +96,11 @@ def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
     return 0
   rows, all_copied = min(assignments, (num_home + 1) * copy_rows // 2), num_home * copy_rows
   return min(rows - rows * (rows - copy_rows) // all_copied, assignments)
+
+
+def is_small(num_bytes: int) -> bool:
+  """Whether a buffer may hold the assignments of all ranks, where that spares a plan or a loop."""
+  return num_bytes <= _KEPT_BYTES
 
 
 def num_rounds(plan: Plan, capacity: int) -> Array:

@@ -18,6 +18,7 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
+_RARE, _UNPLANNED = 5, 2  # times its costs, what a rare load must gain, and a plan without a kernel
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
@@ -74,7 +75,9 @@ class LayerCost(NamedTuple):
     Else a likely load must gain, since every load pays for the planning. Likely is that the busiest
     rank has more than the mean by 0.3 of it, for each doubling of the ranks that share its load. To
     share it evenly must spare more rows than one copy and what balancing takes in any case; twice
-    as many where no kernel plans, as a search that finds nothing costs as much.
+    as many where no kernel plans, as a search that finds nothing costs as much. A plan by a kernel
+    is also worth it where the most rows that a rank may get gain five times what they cost: such a
+    load is rare.
     ``objective="balance"`` asks for no gain in time.
 
     Args:
@@ -92,8 +95,10 @@ class LayerCost(NamedTuple):
       return True  # a plan that fits one round is taken before any other
     mean = tokens * top_k
     likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))
-    spared = likely - max(mean, int(self.plan.link_rows))
-    return spared > (1 if self.by_kernel else 2) * (int(self.plan.copy_rows) + self.fixed_rows)
+    even, costs = max(mean, int(self.plan.link_rows)), int(self.plan.copy_rows) + self.fixed_rows
+    if not self.by_kernel:
+      return likely - even > _UNPLANNED * costs
+    return likely - even > costs or min(most, domain * mean) - even > _RARE * costs
 
 
 def by_kernel(operation: str, config: BalanceConfig) -> bool:

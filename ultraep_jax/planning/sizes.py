@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
-from ultraep_jax.planning.capacity import least_room, row_capacity
+from ultraep_jax.planning.capacity import is_small, least_room, row_capacity
 from ultraep_jax.planning.cost import (
   LayerCost,
   copy_bytes,
@@ -76,22 +76,34 @@ def settle(
     least = least_room(num_ranks * mean, num_home, copy_rows) if beside else 0
     return row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=kept, least=least)
 
-  capacity = rows(cost.training or cost.plan, kept=True)
-  cost = cost.with_capacities(capacity, capacity)
-  plans = domain > 1
-  if config.strategy == "quota":
-    plans &= cost.can_gain(
+  def gains(capacity: int) -> bool:
+    if config.strategy != "quota":
+      return domain > 1
+    return domain > 1 and cost.with_capacities(capacity, capacity).can_gain(
       config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
     )
-  slots = _slots(config, num_experts, num_ranks, dtype, weights)
-  config = dataclasses.replace(config, replica_slots=slots)
-  one_round = always_fits(
-    config if plans else dataclasses.replace(config, strategy="none"),
-    num_experts=num_experts,
-    num_ranks=num_ranks,
-    assignments=mean,
-    capacity=capacity,
+
+  def fits(capacity: int, *, plans: bool) -> bool:
+    return always_fits(
+      config if plans else dataclasses.replace(config, strategy="none"),
+      num_experts=num_experts,
+      num_ranks=num_ranks,
+      assignments=mean,
+      capacity=capacity,
+    )
+
+  config = dataclasses.replace(
+    config, replica_slots=_slots(config, num_experts, num_ranks, dtype, weights)
   )
+  capacity = rows(cost.training or cost.plan, kept=True)
+  everything = row_capacity(
+    tokens, top_k, num_ranks, dataclasses.replace(config, capacity_factor=num_ranks)
+  )
+  small = spares and config.capacity_factor == "auto" and is_small(everything * token_bytes)
+  if small and not (gains(everything) and fits(capacity, plans=True)):
+    capacity = everything  # no plan has to fit, and no host waits for a number of rounds
+  plans, cost = gains(capacity), cost.with_capacities(capacity, capacity)
+  one_round = fits(capacity, plans=plans)
   transient = capacity
   if one_round and plans and spares:
     transient = max(capacity, rows(cost.plan, kept=False))
