@@ -33,10 +33,10 @@ from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
 from pallas_kernels.warp.branches import when
 
 _BUFFERS = 2  # of a worker, if there is room: one is loaded while the other one is read
-# Most tiles that a worker sends one after the other. Whoever forwards them waits once for all of
-# them: that takes about as long as to send one. Each worker has so many turns for an expert, or its
-# tiles go one by one: with fewer, some workers would have much more to send than others.
-_TOGETHER, _LEAST_TURNS = 4, 10
+# A run has at most so many tiles. Whoever forwards them waits once for all of them, about as long
+# as it takes to send one. Each worker has so many runs of an expert's arrays or more, if need be of
+# one tile: with fewer, some workers would have much more to send than others.
+_MOST_RUN, _LEAST_RUNS = 4, 10
 _ARRIVALS = 2  # lines of semaphores before those of workers
 # Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
 _TURN_BYTES = 16 * 2**20
@@ -128,9 +128,9 @@ def replication(
     return None
   tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
   of_worker = sum(each.count for each in tiles) // tuning.num_workers
-  together = min(max(of_worker // _LEAST_TURNS, 1), _TOGETHER)
-  if lax.axis_size(axis_name) > 2 and together > 1:  # of two ranks none forwards
-    tiles = tiling.cut("arrays", arrays, tuning, flat=flat, together=together)
+  run = min(max(of_worker // _LEAST_RUNS, 1), _MOST_RUN)
+  if lax.axis_size(axis_name) > 2 and run > 1:  # of two ranks none forwards
+    tiles = tiling.cut("arrays", arrays, tuning, flat=flat, run=run)
   num_home = arrays[0].shape[0]
   size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
   turn_N = _turns(replica_expert_GS, home_rows_G, num_home, max(_TURN_BYTES // size, 1))
@@ -302,7 +302,7 @@ def _kernel(
   (all_loaded,), (all_works, *buffer_refs) = scratch_refs, buffer_refs
   worker, arrivals = lax.axis_index(tiling.WORKER_AXIS), tiling.Arrivals(semaphores, tuning)
   loaded = all_loaded.at[worker]
-  # Counts tiles that are to be forwarded.
+  # Counts runs of tiles that are to be forwarded.
   landed = semaphores.at[_ARRIVALS + tiling.worker_index(tuning)]
 
   def load(source: Any, target: Any) -> None:

@@ -1,13 +1,12 @@
 """What all transfers between GPUs share: workers, and rows cut into tiles.
 
-A *worker* is one warpgroup with its own tile buffer in shared memory. It moves one tile at a
-time: it loads the tile, stores it wherever it is wanted, and reuses the buffer. Tiles, or runs of a
-few, are dealt to the workers in turn, so worker w of one rank handles exactly the tiles that worker
-w of every other rank handles, and two such workers can agree about them with a semaphore of their
-own.
+A *worker* is one warpgroup with its own tile buffers in shared memory. It loads a tile, stores it
+wherever it is wanted, and reuses the buffer. Tiles, or runs of a few, are dealt to the workers in
+turn, so worker w of one rank handles exactly the tiles that worker w of every other rank handles,
+and two such workers can agree about them with a semaphore of their own.
 
-A worker never overlaps its own steps; enough workers keep the links busy. This is what makes
-waiting safe: a worker that waits holds nothing back that another one waits for.
+What makes waiting safe: a worker that waits holds nothing back that another one waits for. It has
+announced all that it sent.
 
 Seven tiles, three workers, on every rank::
 
@@ -45,7 +44,7 @@ class Tiles:
     before: runs of tiles dealt before these; the workers' turns go on from there.
     dtype: of the array.
     rest: the row's other axes, which tiles have whole.
-    together: tiles of a run, which one worker handles.
+    run: tiles that a worker handles one after the other.
   """
 
   array: int
@@ -55,7 +54,7 @@ class Tiles:
   before: int
   dtype: jnp.dtype
   rest: tuple[int, ...] = ()
-  together: int = 1
+  run: int = 1
 
   def each[T](
     self, worker: Array, num_workers: int, visit: Callable[[Array, Array, T], T], carry: T
@@ -68,16 +67,16 @@ class Tiles:
     steps = lax.div(self.runs + num_workers - 1 - first, jnp.int32(num_workers))
 
     def step(step: Array, carry: T) -> T:
-      tile = (first + step * num_workers) * self.together
-      count = lax.min(self.count - tile, jnp.int32(self.together))
+      tile = (first + step * num_workers) * self.run
+      count = lax.min(self.count - tile, jnp.int32(self.run))
       return visit(self.start + tile * self.length, count, carry)
 
     return lax.fori_loop(jnp.int32(0), steps, step, carry)
 
   @property
   def runs(self) -> int:
-    """Of up to ``together`` tiles, which are dealt to the workers in turn."""
-    return -(-self.count // self.together)
+    """Of up to ``run`` tiles, which are dealt to the workers in turn."""
+    return -(-self.count // self.run)
 
 
 def count(tiles: Sequence[Tiles], worker: Array, num_workers: int) -> Array:
@@ -97,7 +96,7 @@ def cut(
   tuning: TransferTuning,
   *,
   flat: bool = True,
-  together: int = 1,
+  run: int = 1,
 ) -> list[Tiles]:
   """Cuts the rows (all but the leading axis) of arrays into tiles without overlap.
 
@@ -107,7 +106,7 @@ def cut(
     tuning: the most bytes of a tile.
     flat: a row is cut as one vector; otherwise along its first axis alone, so that a tile may be
       larger than asked for.
-    together: tiles of a run.
+    run: tiles that a worker handles one after the other.
 
   Raises:
     NotImplementedError: a dtype that bulk copies cannot move, or a row that is not a multiple of
@@ -137,7 +136,7 @@ def cut(
     full, left = divmod(row, length)
     for start, each, count in ((0, length, full), (full * length, left, 1)):
       if each and count:
-        tiles.append(Tiles(index, start, each, count, before, array.dtype, rest, together))
+        tiles.append(Tiles(index, start, each, count, before, array.dtype, rest, run))
         before += tiles[-1].runs
   return tiles
 

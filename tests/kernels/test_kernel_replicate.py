@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
+from programs import equations
 
 from pallas_kernels.transfer import replicate as transfer
 from pallas_kernels.transfer import tiles, trees
@@ -89,11 +90,11 @@ def test_copies_in_turns(name):
 def test_copies_in_runs_of_tiles(name, home_rows, monkeypatch):
   """Runs of three tiles, of two and of one; each worker has several of them."""
   arrays = experts(((11, 64), jnp.float32), ((4, 64), jnp.bfloat16))
-  monkeypatch.setattr(transfer, "_TOGETHER", 3)
-  monkeypatch.setattr(transfer, "_LEAST_TURNS", 1)
+  monkeypatch.setattr(transfer, "_MOST_RUN", 3)
+  monkeypatch.setattr(transfer, "_LEAST_RUNS", 1)
   home_rows_G = home_rows and jnp.array(home_rows, jnp.int32)
   tuning = TransferTuning(blocks=2, workers=1, tile_bytes=512)
-  cuts = tiles.cut("arrays", arrays, tuning, together=3)
+  cuts = tiles.cut("arrays", arrays, tuning, run=3)
   assert sum(each.count for each in cuts) == 13 and sum(each.runs for each in cuts) == 5
   with interpreted():
     run = sharded(mesh(), tuning, home_rows_G=home_rows_G)
@@ -102,9 +103,9 @@ def test_copies_in_runs_of_tiles(name, home_rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("workers", "ranks", "together"), [(9, 4, 2), (10, 4, 1), (1, 4, 4), (1, 2, 1)]
+  ("workers", "ranks", "length"), [(9, 4, 2), (10, 4, 1), (1, 4, 4), (1, 2, 1)]
 )
-def test_large_experts_that_ranks_may_forward_go_in_runs(workers, ranks, together, monkeypatch):
+def test_large_experts_that_ranks_may_forward_go_in_runs(workers, ranks, length, monkeypatch):
   """180 tiles: each worker has ten turns or more, or its tiles go one by one."""
   cuts, real = [], tiles.cut
   monkeypatch.setattr(tiles, "cut", lambda *a, **k: cuts.append(real(*a, **k)) or cuts[-1])
@@ -119,7 +120,7 @@ def test_large_experts_that_ranks_may_forward_go_in_runs(workers, ranks, togethe
   array = jax.ShapeDtypeStruct((ranks * HOME, 180, 32), jnp.float32)
   slots = jax.ShapeDtypeStruct((ranks, 2), jnp.int32)
   jax.eval_shape(run, array, slots, slots)
-  assert {each.together for each in cuts[-1]} == {together}
+  assert {each.run for each in cuts[-1]} == {length}
 
 
 @pytest.mark.parametrize(("shared", "buffers"), [(8192, 2), (3000, 1)])
@@ -209,6 +210,15 @@ def test_no_slots_and_no_arrays_need_no_kernel():
   assert sharded(mesh())([], *plan("star")) == []
 
 
+def test_a_tile_is_one_group_of_copies():
+  """Which no interpreter knows of: what waits for groups would else wait for nothing."""
+  traced = jax.jit(sharded(mesh())).trace(experts(((3, 56), jnp.float32)), *plan("chain"))
+  eqns = equations(traced.jaxpr.jaxpr)
+  found = [eqn for eqn in eqns if eqn.primitive.name in ("copy_smem_to_gmem", "commit_group")]
+  assert [eqn.primitive.name for eqn in found] == ["copy_smem_to_gmem", "commit_group"]
+  assert not found[0].params["commit_group"]
+
+
 # --- work lists ------------------------------------------------------------------------------
 
 
@@ -241,7 +251,7 @@ def decoded(work, slots):
   st.sampled_from([(1, None), (1, 1), (1, 2), (2, None)]),
 )
 def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows, turns):
-  """Runs the lists of all ranks for two tiles, one worker a rank, as far as they get."""
+  """Runs the lists of all ranks for two runs of tiles, one worker a rank, as far as they get."""
   (home, replica_GS, parent_GS), (together, most_turns) = placement, turns
   ranks, slots = replica_GS.shape
   home_rows_G = jnp.array(rows[:ranks], jnp.int32)
@@ -255,25 +265,33 @@ def test_work_lists_fill_every_slot_once_and_never_wait_for_ever(placement, rows
   assert most_turns is None or all(len(turns) <= most_turns for _, turns in lists)
   filled = [divmod(slot, slots) for slot in np.flatnonzero(replica_GS >= 0)]
   assert [(rank, slot) for rank in range(ranks) for slot in lists[rank][0]] == filled
-  landed = np.zeros((ranks, slots), int)  # tiles that are to be forwarded
+  landed = np.zeros((ranks, slots), int)  # runs of tiles that are to be forwarded
   complete = np.zeros((ranks, slots), int)
   held = np.full((ranks, slots, 2), -1)
 
+  def announce(copies):
+    for child in copies:
+      landed.flat[child] += 1
+    copies.clear()
+
   def run(rank):
     for sources in lists[rank][1]:
-      for tile in range(2):
+      landing = []
+      for part in range(2):
         for source, relayed, final in sources:
           expert = rank * home + source
           if source >= home:
+            announce(landing)
             while not landed[rank, source - home]:
               yield "waits"
             landed[rank, source - home] -= 1
-            expert = held[rank, source - home, tile]
+            expert = held[rank, source - home, part]
           for child in relayed + final:
-            assert held[divmod(child, slots)][tile] == -1 and parent_GS.flat[child] == rank
-            held[divmod(child, slots)][tile] = expert
-          for child in relayed:
-            landed.flat[child] += 1
+            assert held[divmod(child, slots)][part] == -1 and parent_GS.flat[child] == rank
+            held[divmod(child, slots)][part] = expert
+          announce(landing)  # of those before, while this run is sent
+          landing = list(relayed)
+      announce(landing)
       for _, relayed, final in sources:
         for child in relayed + final:
           # Whoever waits for it reads the whole slot.

@@ -83,7 +83,7 @@ def test_matrices_whose_rows_are_no_multiple_of_16_bytes_are_cut_flat_alone():
 def test_runs_of_tiles_cover_rows_and_are_dealt_in_turn():
   """Of all arrays; the last run of an array's tiles may be shorter."""
   arrays = [np.zeros((1, 11 * 32), np.float32), np.zeros((1, 6 * 32 + 8), np.float32)]
-  cuts = tiles.cut("arrays", arrays, TransferTuning(tile_bytes=128), together=3)
+  cuts = tiles.cut("arrays", arrays, TransferTuning(tile_bytes=128), run=3)
   assert [(tile.count, tile.before, tile.runs) for tile in cuts] == [
     (11, 0, 4),
     (6, 4, 2),

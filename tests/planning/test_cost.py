@@ -203,13 +203,20 @@ def test_a_round_that_is_spared_is_a_gain():
   assert not dear[0].can_gain(alone, **sizes(10, 2, 16, 4))
 
 
-def test_a_rare_load_is_worth_a_plan_that_gains_five_times_its_costs():
-  """Of 20 rows on average a likely load spares 18, and all 160 on one rank 140."""
-  for costs_rows, gains in ((17, True), (18, True), (27, True), (28, False)):
-    cost = LayerCost(PlanCost(costs_rows - 3, 160), 3)
-    assert cost.can_gain(TIME, **sizes(10, 2, 16, 8)) == gains
-    planned_in_jax = cost._replace(by_kernel=False)
-    assert not planned_in_jax.can_gain(TIME, **sizes(10, 2, 16, 8))
+@pytest.mark.parametrize(
+  ("most", "domain", "link_rows", "rows"),
+  [
+    (160, 8, 0, 140),  # shared by all
+    (160, 2, 0, 80),  # by two
+    (161, 2, 0, 80),
+    (160, 8, 60, 100),  # a copy is as long on its way as 60 rows
+    (160, 1, 0, 0),
+  ],
+)
+def test_a_rare_load_has_to_gain_five_times_its_costs(most, domain, link_rows, rows):
+  for fixed_rows in range(40):
+    cost = LayerCost(PlanCost(2, 160, link_rows), fixed_rows)
+    assert cost.can_gain_much(most, domain) == (rows > 5 * (2 + fixed_rows))
 
 
 def test_a_plan_without_a_kernel_has_to_gain_twice_what_it_costs():

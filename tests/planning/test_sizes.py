@@ -220,23 +220,29 @@ def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
 
 
 @pytest.mark.parametrize(
-  ("options", "tokens", "has_all", "plans"),
+  ("options", "tokens", "ranks", "has_all", "plans"),
   [
-    ({}, 512, True, False),  # a likely load gains nothing
-    ({}, 1024, False, True),
-    ({"replica_slots": 1}, 1024, True, True),  # a plan may not fit: no loop over rounds
-    ({"replica_slots": 1}, 4096, False, True),  # 1 GiB
-    ({"domain_size": 1}, 1024, True, False),  # no copy is made
-    ({"copy_rows": 10**6}, 1024, True, False),
-    ({"capacity_factor": 2.0}, 512, False, True),
-    ({"objective": "balance"}, 512, False, True),
-    ({"implementation": "portable"}, 512, False, False),  # plain JAX passes over all rows
+    ({}, 512, 4, True, False),  # a likely load gains nothing, and the worst not much
+    ({}, 512, 8, False, True),  # the worst does
+    ({}, 128, 8, True, False),
+    ({}, 128, 16, False, True),  # they would be many times a rank's own
+    ({}, 1024, 4, False, True),
+    ({"replica_slots": 1}, 1024, 4, True, True),  # a plan may not fit: no loop over rounds
+    ({"replica_slots": 1}, 4096, 4, False, True),  # 1 GiB
+    ({"domain_size": 1}, 1024, 4, True, False),  # no copy is made
+    ({"domain_size": 2}, 1024, 4, True, False),
+    ({"domain_size": 2}, 2048, 4, True, True),  # another domain may have more than the mean
+    ({"replica_slots": 0}, 1024, 4, True, False),
+    ({"copy_rows": 10**6}, 1024, 4, True, False),
+    ({"capacity_factor": 2.0}, 512, 4, False, True),
+    ({"objective": "balance"}, 512, 4, False, True),
+    ({"implementation": "portable"}, 512, 4, False, False),  # plain JAX passes over all rows
   ],
 )
 def test_small_batches_have_room_for_all_where_that_spares_a_plan_or_a_loop(
-  options, tokens, has_all, plans
+  options, tokens, ranks, has_all, plans
 ):
-  top_k, home, ranks = 8, 32, 4
+  top_k, home = 8, 32
   into, out = (jax.ShapeDtypeStruct((home, *shape), BF16) for shape in ((4096, 1536), (1536, 4096)))
   config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
   sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}

@@ -22,6 +22,7 @@ _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
 # Of a rank: ``_AMPLE`` up to these; all rows up to the first, where that spares a plan or a loop.
 _KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30
 _LEAST_BYTES = 1 << 30  # of a rank: ``least`` up to this
+_MOST_RANKS = 8  # whose rows one buffer holds to spare a plan
 
 
 def row_capacity(
@@ -98,9 +99,17 @@ def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
   return min(rows - rows * (rows - copy_rows) // all_copied, assignments)
 
 
-def is_small(num_bytes: int) -> bool:
-  """Whether a buffer may hold the assignments of all ranks, where that spares a plan or a loop."""
-  return num_bytes <= _KEPT_BYTES
+def rows_of_all(tokens: int, top_k: int, num_ranks: int) -> int:
+  """The assignments of all ranks, a multiple of 8."""
+  return -(-tokens * top_k * num_ranks // _ROW_UNIT) * _ROW_UNIT
+
+
+def may_hold(rows: int, num_ranks: int, token_bytes: int) -> bool:
+  """Whether a buffer may hold the rows of all ranks, where that spares a plan or a loop.
+
+  Up to 512 MiB, and up to eight ranks: more would keep many times their own rows for gradients.
+  """
+  return rows * token_bytes <= _KEPT_BYTES and num_ranks <= _MOST_RANKS
 
 
 def num_rounds(plan: Plan, capacity: int) -> Array:

@@ -18,7 +18,7 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
-_RARE, _UNPLANNED = 5, 2  # times its costs, what a rare load must gain, and a plan without a kernel
+_RARE = 5  # times its costs, what a load must gain that is far from likely
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
@@ -75,9 +75,7 @@ class LayerCost(NamedTuple):
     Else a likely load must gain, since every load pays for the planning. Likely is that the busiest
     rank has more than the mean by 0.3 of it, for each doubling of the ranks that share its load. To
     share it evenly must spare more rows than one copy and what balancing takes in any case; twice
-    as many where no kernel plans, as a search that finds nothing costs as much. A plan by a kernel
-    is also worth it where the most rows that a rank may get gain five times what they cost: such a
-    load is rare.
+    as many where no kernel plans, as a search that finds nothing costs as much.
     ``objective="balance"`` asks for no gain in time.
 
     Args:
@@ -95,10 +93,20 @@ class LayerCost(NamedTuple):
       return True  # a plan that fits one round is taken before any other
     mean = tokens * top_k
     likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))
-    even, costs = max(mean, int(self.plan.link_rows)), int(self.plan.copy_rows) + self.fixed_rows
-    if not self.by_kernel:
-      return likely - even > _UNPLANNED * costs
-    return likely - even > costs or min(most, domain * mean) - even > _RARE * costs
+    spared = likely - max(mean, int(self.plan.link_rows))
+    return spared > (1 if self.by_kernel else 2) * self.costs
+
+  def can_gain_much(self, most: int, domain: int) -> bool:
+    """Whether a load with ``most`` rows on one rank gains five times what it costs to balance.
+
+    Its domain shares them. Such a load is rare, so that less is not worth a plan in every call.
+    """
+    return most - max(-(-most // domain), int(self.plan.link_rows)) > _RARE * self.costs
+
+  @property
+  def costs(self) -> int:
+    """Rows of one copy, and of what balancing takes in any case."""
+    return int(self.plan.copy_rows) + self.fixed_rows
 
 
 def by_kernel(operation: str, config: BalanceConfig) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
-from ultraep_jax.planning.capacity import is_small, least_room, row_capacity
+from ultraep_jax.planning.capacity import least_room, may_hold, row_capacity, rows_of_all
 from ultraep_jax.planning.cost import (
   LayerCost,
   copy_bytes,
@@ -79,7 +79,8 @@ def settle(
   def gains(capacity: int) -> bool:
     if config.strategy != "quota":
       return domain > 1
-    return domain > 1 and cost.with_capacities(capacity, capacity).can_gain(
+    may_copy = domain > 1 and config.replica_slots != 0
+    return may_copy and cost.with_capacities(capacity, capacity).can_gain(
       config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
     )
 
@@ -96,13 +97,15 @@ def settle(
     config, replica_slots=_slots(config, num_experts, num_ranks, dtype, weights)
   )
   capacity = rows(cost.training or cost.plan, kept=True)
-  everything = row_capacity(
-    tokens, top_k, num_ranks, dataclasses.replace(config, capacity_factor=num_ranks)
-  )
-  small = spares and config.capacity_factor == "auto" and is_small(everything * token_bytes)
-  if small and not (gains(everything) and fits(capacity, plans=True)):
-    capacity = everything  # no plan has to fit, and no host waits for a number of rounds
-  plans, cost = gains(capacity), cost.with_capacities(capacity, capacity)
+  plans = gains(capacity)
+  all_rows = rows_of_all(tokens, top_k, num_ranks)
+  if spares and config.capacity_factor == "auto" and may_hold(all_rows, num_ranks, token_bytes):
+    most = num_ranks * tokens * min(top_k, num_home)
+    worth = gains(all_rows) or cost.can_gain_much(most, domain)
+    if not (worth and fits(capacity, plans=True)):
+      # No plan has to fit, and no host waits for a number of rounds.
+      capacity, plans = all_rows, plans and worth
+  cost = cost.with_capacities(capacity, capacity)
   one_round = fits(capacity, plans=plans)
   transient = capacity
   if one_round and plans and spares:

@@ -245,9 +245,9 @@ _MOST_SLOTS = 512  # of all ranks
 def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
   """``COPYING``, with tiles of twice the size on more than two ranks.
 
-  A worker that sends what others pass on waits until a tile has landed before it takes the next
-  one. Larger tiles keep the links busy meanwhile (docs/lab/layer.md, Copies among four GPUs). With
-  very many slots the list of what there is to send leaves no room for them.
+  Whoever passes tiles on waits for them, which takes as long as to send one of 16 KB. Larger tiles
+  keep the links busy meanwhile (docs/lab/layer.md, Copies among four GPUs). With very many slots
+  the list of what there is to send leaves no room for them.
 
   >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (32, 62))]
   [16384, 32768, 16384]

@@ -33,17 +33,19 @@ class Operations(NamedTuple):
 
 
 def kernels(
-  tuning: TransferTuning | None, dealt: ExchangeTuning | None, in_turns: bool = False
+  tuning: TransferTuning | None,
+  dealt: ExchangeTuning | None,
+  copied: TransferTuning | None = None,
 ) -> Operations:
   """The kernels; ``tuning`` is that of transfers of experts, ``dealt`` that of tokens.
 
-  Copies are sent in turns, which differ from plan to plan, if ``in_turns``.
+  Copies have ``copied`` for their own, and are then sent in turns, which differ from plan to plan.
   """
 
   def copy(arrays: list[Array], replica_GS: Array, parent_GS: Array) -> list[Array]:
-    rows_G = (replica_GS[:, 0] * 37 + jnp.sum(replica_GS)) % 101 if in_turns else None
+    rows_G = (replica_GS[:, 0] * 37 + jnp.sum(replica_GS)) % 101 if copied else None
     return pallas_kernels.replicate(
-      arrays, replica_GS, parent_GS, axis_name=AXIS, tuning=tuning, home_rows_G=rows_G
+      arrays, replica_GS, parent_GS, axis_name=AXIS, tuning=copied or tuning, home_rows_G=rows_G
     )
 
   def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
@@ -61,9 +63,11 @@ def kernels(
   return Operations(copy, reduce, dispatch, combine)
 
 
-# As the layer runs them, and with few workers, which wait for their peers again and again.
+# As the layer runs them, and with few workers, which wait for their peers again and again. Of
+# copies these have so many small tiles that they go in runs.
 _FEW = ExchangeTuning(blocks=8, workers=3, tile_bytes=1024, steps=5)
-KERNELS = (kernels(None, None), kernels(TransferTuning(2, 3, 20 * 1024), _FEW, in_turns=True))
+_COPYING = TransferTuning(2, 3, 3 * 1024)
+KERNELS = (kernels(None, None), kernels(TransferTuning(2, 3, 20 * 1024), _FEW, _COPYING))
 
 
 def _portable() -> Operations:
