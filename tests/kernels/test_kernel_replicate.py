@@ -106,7 +106,7 @@ def test_copies_in_runs_of_tiles(name, home_rows, monkeypatch):
   ("workers", "ranks", "length"), [(9, 4, 2), (10, 4, 1), (1, 4, 4), (1, 2, 1)]
 )
 def test_large_experts_that_ranks_may_forward_go_in_runs(workers, ranks, length, monkeypatch):
-  """180 tiles: each worker has ten turns or more, or its tiles go one by one."""
+  """180 tiles: each worker has ten runs or more, or its tiles go one by one."""
   cuts, real = [], tiles.cut
   monkeypatch.setattr(tiles, "cut", lambda *a, **k: cuts.append(real(*a, **k)) or cuts[-1])
   tuning = TransferTuning(blocks=workers, workers=1, tile_bytes=128)

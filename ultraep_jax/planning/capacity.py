@@ -66,8 +66,7 @@ def row_capacity(
     room = (_KEPT_BYTES if kept else _TRANSIENT_BYTES) // token_bytes
     least = min(least, _LEAST_BYTES // token_bytes)
     rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room), least)
-  rows = min(rows, everything)
-  return -(-rows // _ROW_UNIT) * _ROW_UNIT
+  return _in_units(min(rows, everything))
 
 
 def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
@@ -101,7 +100,11 @@ def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
 
 def rows_of_all(tokens: int, top_k: int, num_ranks: int) -> int:
   """The assignments of all ranks, a multiple of 8."""
-  return -(-tokens * top_k * num_ranks // _ROW_UNIT) * _ROW_UNIT
+  return _in_units(tokens * top_k * num_ranks)
+
+
+def _in_units(rows: int) -> int:
+  return -(-rows // _ROW_UNIT) * _ROW_UNIT
 
 
 def may_hold(rows: int, num_ranks: int, token_bytes: int) -> bool:

@@ -88,7 +88,7 @@ class LayerCost(NamedTuple):
     if config.objective == "balance":
       return True
     domain = config.domain_of(num_ranks)
-    most = num_ranks * tokens * min(top_k, num_experts // num_ranks)
+    most = most_rows(tokens, top_k, num_experts // num_ranks, num_ranks)
     if self.by_kernel and domain > 1 and most > int(self.plan.capacity_rows):
       return True  # a plan that fits one round is taken before any other
     mean = tokens * top_k
@@ -107,6 +107,11 @@ class LayerCost(NamedTuple):
   def costs(self) -> int:
     """Rows of one copy, and of what balancing takes in any case."""
     return int(self.plan.copy_rows) + self.fixed_rows
+
+
+def most_rows(tokens: int, top_k: int, num_home: int, num_ranks: int) -> int:
+  """What one rank may get of all tokens, which choose distinct experts."""
+  return num_ranks * tokens * min(top_k, num_home)
 
 
 def by_kernel(operation: str, config: BalanceConfig) -> bool:

@@ -13,6 +13,7 @@ from ultraep_jax.planning.cost import (
   copy_bytes,
   grad_bytes,
   layer_cost,
+  most_rows,
   multiplied_by_kernel,
 )
 from ultraep_jax.planning.fit import always_fits, num_slots
@@ -100,7 +101,7 @@ def settle(
   plans = gains(capacity)
   all_rows = rows_of_all(tokens, top_k, num_ranks)
   if spares and config.capacity_factor == "auto" and may_hold(all_rows, num_ranks, token_bytes):
-    most = num_ranks * tokens * min(top_k, num_home)
+    most = most_rows(tokens, top_k, num_home, num_ranks)
     worth = gains(all_rows) or cost.can_gain_much(most, domain)
     if not (worth and fits(capacity, plans=True)):
       # No plan has to fit, and no host waits for a number of rounds.
