@@ -41,7 +41,7 @@ if TYPE_CHECKING:
   from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
   from pallas_kernels.transfer.place import place, place_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
-  from pallas_kernels.transfer.replicate import replicate, replication
+  from pallas_kernels.transfer.replicate import Copied, replicate, replication, replications
   from pallas_kernels.transfer.scales import SCALED, num_scales
   from pallas_kernels.transfer.tiles import Transfer
   from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
@@ -56,6 +56,7 @@ __all__ = [
   "SCALED",
   "UNIT",
   "UNTUNED",
+  "Copied",
   "ExchangeTuning",
   "Gated",
   "MatmulTuning",
@@ -88,6 +89,7 @@ __all__ = [
   "reduction",
   "replicate",
   "replication",
+  "replications",
   "route_rows",
   "short_comes_last",
   "sum_beside",
@@ -126,7 +128,7 @@ _MODULES = {
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
   "transfer.place": ("place", "place_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),
-  "transfer.replicate": ("replicate", "replication"),
+  "transfer.replicate": ("Copied", "replicate", "replication", "replications"),
   "transfer.scales": ("SCALED", "num_scales"),
   "transfer.tiles": ("Transfer",),
   "transfer.tuning": ("COMBINING", "ExchangeTuning", "TransferTuning"),

@@ -16,19 +16,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.launch import shared_bytes
-from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
+from pallas_kernels.transfer.replicate_lists import work_lists
+from pallas_kernels.transfer.replicate_work import Fields
 from pallas_kernels.transfer.tiles import Tiles, Transfer
-from pallas_kernels.transfer.trees import Trees
 from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
 from pallas_kernels.warp.branches import when
 
@@ -106,6 +105,22 @@ def replicate(
   return transfer.launch()
 
 
+class Copied(NamedTuple):
+  """Arrays of experts that travel together.
+
+  Attributes:
+    arrays: ``[M, ...]`` each, this rank's home experts.
+    flat: whether none reads them before the transfer ends. Else the results in the kernel have the
+      shapes of the arrays, so that a matmul beside can read a slot as soon as its semaphore counts
+      all workers.
+    in_turns: whether ``home_rows_G`` orders the experts.
+  """
+
+  arrays: Sequence[Array]
+  flat: bool = True
+  in_turns: bool = False
+
+
 def replication(
   arrays: Sequence[Array],
   replica_expert_GS: Array,
@@ -116,25 +131,63 @@ def replication(
   home_rows_G: Array | None = None,
   flat: bool = True,
 ) -> Transfer | None:
-  """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
+  """The only one of ``replications``."""
+  copied = Copied(arrays, flat, in_turns=home_rows_G is not None)
+  options: Any = {"axis_name": axis_name, "tuning": tuning, "home_rows_G": home_rows_G}
+  return replications([copied], replica_expert_GS, parent_GS, **options)[0]
 
-  Its result is that of ``replicate``. Not ``flat``, the results in the kernel have the shapes of
-  the arrays, so that a matmul beside can read a slot as soon as its semaphore counts all workers.
+
+def replications(
+  groups: Sequence[Copied],
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  *,
+  axis_name: AxisName,
+  tuning: TransferTuning,
+  home_rows_G: Array | None = None,
+) -> list[Transfer | None]:
+  """``replicate`` of each group, to launch alone or beside a matmul; ``None``: nothing to send.
+
+  Their results are those of ``replicate``. What they send is found in one kernel.
   """
-  arrays = list(arrays)
-  trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)
   num_slots = replica_expert_GS.shape[1]
-  if not arrays or not num_slots:
-    return None
+  arrays = [array for group in groups for array in group.arrays]
+  trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)
+  groups = [Copied(list(group.arrays), *group[1:]) for group in groups]
+  sending = [group for group in groups if group.arrays and num_slots]
+  if not sending:
+    return [None] * len(groups)
+  works = work_lists(
+    replica_expert_GS,
+    parent_GS,
+    home_rows_G if any(group.in_turns for group in sending) else None,
+    peers.rank(axis_name),
+    arrays[0].shape[0],
+    [_together(group) if group.in_turns else None for group in sending],
+  )
+  transfers = (
+    _transfer(group, work, num_slots, axis_name=axis_name, tuning=tuning)
+    for group, work in zip(sending, works, strict=True)
+  )
+  return [next(transfers) if group.arrays and num_slots else None for group in groups]
+
+
+def _together(group: Copied) -> int:
+  """Experts that have a turn together."""
+  size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in group.arrays)
+  return max(_TURN_BYTES // size, 1)
+
+
+def _transfer(
+  group: Copied, work: Array, num_slots: int, *, axis_name: AxisName, tuning: TransferTuning
+) -> Transfer:
+  arrays, flat = list(group.arrays), group.flat
   tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
   of_worker = sum(each.count for each in tiles) // tuning.num_workers
   run = min(max(of_worker // _LEAST_RUNS, 1), _MOST_RUN)
   if lax.axis_size(axis_name) > 2 and run > 1:  # of two ranks none forwards
     tiles = tiling.cut("arrays", arrays, tuning, flat=flat, run=run)
   num_home = arrays[0].shape[0]
-  size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
-  turn_N = _turns(replica_expert_GS, home_rows_G, num_home, max(_TURN_BYTES // size, 1))
-  work = _work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
   rows = [array.reshape(num_home, -1) for array in arrays] if flat else arrays
   work, *rows = varying.vary_alike(work, *rows)
   lists = plgpu.SMEM((tuning.workers, work.size), jnp.int32)
@@ -167,107 +220,9 @@ def replication(
     tuning=tuning,
     name="replicate",
     semaphores=(_ARRIVALS + tuning.num_workers, num_slots),
-    work=_Fields.INVOLVED,
+    work=Fields.INVOLVED,
     watched=True,
   )
-
-
-class _Fields:
-  """Where the parts of the work list lie: two counts, a flag per own slot, five columns a copy.
-
-  A copy is one slot that this rank fills. Copies of one turn are neighbours. In a turn, copies of
-  one source are, those that are forwarded first. Sources are home experts (below M) and own slots
-  (M + slot), by rising depth, those with copies that are forwarded first.
-  """
-
-  COUNT = 0
-  INVOLVED = 1  # copies that this rank sends or gets
-  FILLED = 2  # own slots: they are waited for at the end
-  COLUMNS = 5
-  CHILD, SOURCE = 0, 1  # the filled slot (rank * S + slot); its source
-  RELAYED_END, END, TURN_END = 2, 3, 4  # of the source's copies that are forwarded, of all; turn's
-
-  @classmethod
-  def copy(cls, num_slots: int, index: Any, column: int) -> Any:
-    return cls.FILLED + num_slots + cls.COLUMNS * index + column
-
-
-def _turns(
-  replica_expert_GS: Array, home_rows_G: Array | None, num_home: int, together: int = 1
-) -> Array:
-  """``[N]``, when each slot's expert is sent: by the least rows of the ranks that get it.
-
-  So many experts have a turn ``together``, or more if int32 has no room for so many turns.
-  """
-  num_ranks, num_slots = replica_expert_GS.shape
-  size = num_ranks * num_slots
-  if home_rows_G is None:
-    return jnp.zeros(size, jnp.int32)
-  if home_rows_G.shape != (num_ranks,):
-    raise ValueError(f"home_rows_G: expected shape ({num_ranks},), got {home_rows_G.shape}")
-  if home_rows_G.dtype != jnp.int32:
-    raise TypeError(f"home_rows_G: expected int32, got {home_rows_G.dtype}")
-  # Rows in sixteenths: ranks of about as many rows take turns.
-  most_rows = functools.reduce(jnp.maximum, (home_rows_G[i] for i in range(num_ranks)))
-  few_G = home_rows_G // (most_rows // 16 + 1)
-  place_N = jnp.tile(jnp.arange(num_slots, dtype=jnp.int32), num_ranks) * num_ranks
-  place_N += jnp.repeat(few_G * size + jnp.arange(num_ranks, dtype=jnp.int32), num_slots)
-  expert_N = replica_expert_GS.reshape(-1)
-  same_NN = expert_N[:, None] == expert_N[None, :]
-  first_N = jnp.min(jnp.where(same_NN, place_N[None, :], jnp.iinfo(jnp.int32).max), axis=1)
-  leads_N = (first_N == place_N) & (expert_N >= 0)
-  before_NN = leads_N[None, :] & (place_N[None, :] < first_N[:, None])
-  order_N = jnp.sum(before_NN, axis=1, dtype=jnp.int32)
-  most = trees.most_turns(num_ranks, num_slots, num_home)
-  return order_N // max(together, -(-size // most))
-
-
-def _work_list(
-  replica_expert_GS: Array, parent_GS: Array, turn_N: Array, rank: Array, num_home: int
-) -> Array:
-  """What one rank sends and awaits, a vector of int32 as ``_Fields`` describes it.
-
-  Axis N is all slots of all ranks. All is compares and sums: nothing is sorted.
-  """
-  num_ranks, num_slots = replica_expert_GS.shape
-  size, num_sources = num_ranks * num_slots, num_home + num_slots
-  tree = Trees.of(replica_expert_GS, parent_GS)
-  expert_N, parent_N, forwards_N = tree.expert_N, tree.parent_N, tree.forwards_N
-  slot_N = jnp.arange(size, dtype=jnp.int32)
-  source_N = tree.source(rank, num_home, num_slots)
-  siblings_NN = (expert_N[:, None] == expert_N[None, :]) & (parent_N[:, None] == parent_N[None, :])
-  relayed_N = jnp.any(siblings_NN & forwards_N[None, :], axis=1)
-  # Keys are of turns, in these of groups, which have a source, and in these of two halves.
-  group_N = 2 * (turn_N * num_ranks + tree.depth_N) + (~relayed_N).astype(jnp.int32)
-  group_N = group_N * num_sources + source_N
-  key_N = (2 * group_N + (~forwards_N).astype(jnp.int32)) * size + slot_N
-  mine_N = tree.filled_N & (parent_N == rank)
-  key_N = jnp.where(mine_N, key_N, jnp.iinfo(jnp.int32).max)
-  limits = (
-    key_N,
-    (2 * group_N + 1) * size,
-    (group_N + 1) * 2 * size,
-    (turn_N + 1) * (2 * num_ranks * num_sources * 2 * size),
-  )
-  below_NN = (key_N[None, :] < limit_N[:, None] for limit_N in limits)
-  place_N, *ends = sum_lines(*(each_NN.astype(jnp.int32) for each_NN in below_NN))
-
-  length = -(-_Fields.copy(num_slots, size, 0) // 32) * 32
-  field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
-  is_own_N = tree.filled_N & (trees.rank_of_slots(num_ranks, num_slots) == rank)
-  own_N = jnp.where(is_own_N, _Fields.FILLED + slot_N - rank * num_slots, -1)
-  count_LN = (field_L1 == _Fields.COUNT) & mine_N[None, :]
-  count_LN |= (field_L1 == _Fields.INVOLVED) & (mine_N | is_own_N)[None, :]
-  work_LN = (count_LN | (field_L1 == own_N[None, :])).astype(jnp.int32)
-  # Fields of copies, by division.
-  field_of_copy_L = np.arange(length, dtype=np.int32) - _Fields.copy(num_slots, 0, 0)
-  copy_L1, column_L1 = (jnp.asarray(x)[:, None] for x in divmod(field_of_copy_L, _Fields.COLUMNS))
-  value_LN = jnp.broadcast_to(slot_N[None, :], work_LN.shape)
-  for column, value_N in enumerate((source_N, *ends), 1):
-    value_LN = jnp.where(column_L1 == column, value_N[None, :], value_LN)
-  place_N = jnp.where(mine_N, place_N, length)  # no copy's
-  work_LN = jnp.where(copy_L1 == place_N[None, :], value_LN, work_LN)
-  return jnp.sum(work_LN, axis=1, dtype=jnp.int32)
 
 
 type Range = tuple[Array, Array]  # of copies in the work list
@@ -310,13 +265,13 @@ def _kernel(
 
   load(work_ref, all_works.at[worker])
   plgpu.barrier_wait(loaded)
-  count = all_works[worker, _Fields.COUNT]
+  count = all_works[worker, Fields.COUNT]
 
   def copy_field(index: Array, column: int) -> Array:
-    return all_works[worker, _Fields.copy(num_slots, index, column)]
+    return all_works[worker, Fields.copy(num_slots, index, column)]
 
   def child(index: Array) -> tuple[Array, Array]:
-    slot = copy_field(index, _Fields.CHILD)
+    slot = copy_field(index, Fields.CHILD)
     return lax.div(slot, num_slots), lax.rem(slot, num_slots)
 
   def announce(semaphore: Callable[[Array], Any], index: Array) -> None:
@@ -335,7 +290,7 @@ def _kernel(
   def send(at: _Sends, each: Tiles, offset: Array, count: Array) -> _Sends:
     """Sends tiles of one source, and tells of those before."""
     home_ref, replica_ref = home_refs[each.array], replica_refs[each.array]
-    fields = (_Fields.SOURCE, _Fields.RELAYED_END, _Fields.END)
+    fields = (Fields.SOURCE, Fields.RELAYED_END, Fields.END)
     source, relayed_end, end = (copy_field(at.begin, field) for field in fields)
     first, last = at.landing
 
@@ -368,7 +323,7 @@ def _kernel(
 
   def send_turn(begin: Array) -> Array:
     """Sends all tiles of a turn, whose copies begin here. Returns where the next turn's do."""
-    turn_end = copy_field(begin, _Fields.TURN_END)
+    turn_end = copy_field(begin, Fields.TURN_END)
     at = _Sends(begin, jnp.int32(0), (begin, begin))
     for each in tiles:
 
@@ -393,6 +348,6 @@ def _kernel(
   def _() -> None:
     @pl.loop(jnp.int32(0), jnp.int32(num_slots))
     def _(slot: Array) -> None:
-      @when(all_works[worker, _Fields.FILLED + slot] > 0)
+      @when(all_works[worker, Fields.FILLED + slot] > 0)
       def _() -> None:
         arrivals.watch(slot)

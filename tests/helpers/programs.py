@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 
-PLANNING = {"plan_probes", "plan_quotas"}
+PORTABLE_COPIES = {"plan_probes", "plan_quotas"}  # no kernel moves these
+PLANNING = PORTABLE_COPIES | {"copy_lists"}
 # Copies ride in the kernels of matmuls.
 FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"}
 LAYER = FORWARD | {"gated_grads", "grouped_matmul_wgrad"}

@@ -27,6 +27,7 @@ from programs import (
   FORWARD,
   LAYER,
   PLANNING,
+  PORTABLE_COPIES,
   equations,
   exchanges_rows,
   kernel_names,
@@ -190,19 +191,19 @@ def test_equal_kernels_are_compiled_once(two_layers):
 @pytest.fixture(scope="module")
 def remade():
   """Gradients of a layer whose forward pass runs again, and the rows that its copies know of."""
-  seen, replication = [], pallas_kernels.replication
+  seen, replications = [], pallas_kernels.replications
 
-  def recorded(arrays, replica_expert_GS, *args, **kwargs):
+  def recorded(groups, replica_expert_GS, *args, **kwargs):
     if replica_expert_GS.shape[1]:
-      seen.append((kwargs["home_rows_G"], kwargs["flat"]))
-    return replication(arrays, replica_expert_GS, *args, **kwargs)
+      seen.extend((kwargs["home_rows_G"], group) for group in groups)
+    return replications(groups, replica_expert_GS, *args, **kwargs)
 
   mesh = make_mesh(4)
   # Slots that no other test has, so that nothing is traced already.
   config = dataclasses.replace(ONE_ROUND, replica_slots=5)
   apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=config))
   with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(pallas_kernels, "replication", recorded)
+    patch.setattr(pallas_kernels, "replications", recorded)
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
   return jaxpr, seen
 
@@ -210,10 +211,11 @@ def remade():
 def test_copies_are_sent_by_the_rows_of_their_ranks(remade):
   """Where a matmul waits for them; what order they go in shows in no result."""
   _, seen = remade
-  rows = [rows for rows, flat in seen if not flat]
+  assert all(group.in_turns for _, group in seen if not group.flat)
+  rows = [rows for rows, group in seen if not group.flat]
   assert len(rows) >= 3  # also backward
   assert {(each.shape, each.dtype) for each in rows} == {((4,), jnp.dtype(jnp.int32))}
-  assert [rows for rows, flat in seen if flat] == [None]  # beside the gradient of wo
+  assert [group.in_turns for _, group in seen if group.flat] == [False]  # beside wo's gradient
 
 
 def test_copies_have_no_kernel_of_their_own(remade):
@@ -305,7 +307,7 @@ def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
     apply = functools.partial(uep.sharded_moe, config=config)
     arguments = model_arguments("qwen3-235b", mesh)
     jaxpr = traced_for_gpus(gradients(apply), *arguments)
-    assert kernel_names(jaxpr) == (LAYER - EXCHANGE) | PLANNING | {"place"}
+    assert kernel_names(jaxpr) == (LAYER - EXCHANGE) | PORTABLE_COPIES | {"place"}
     assert "all_to_all" in str(jaxpr) and "ppermute" in str(jaxpr)
     one_node = dataclasses.replace(config, node_size=4)
     apply = functools.partial(uep.sharded_moe, config=one_node)
@@ -327,7 +329,8 @@ def test_vmap_lowers_for_gpus(node_size):
     traced = mapped.trace(twice, index, gate, weights)
     assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
   exchange = {"place"} if node_size == 1 else EXCHANGE
-  assert kernel_names(traced.jaxpr) == (LAYER - EXCHANGE) | PLANNING | exchange
+  planning = PORTABLE_COPIES if node_size == 1 else PLANNING
+  assert kernel_names(traced.jaxpr) == (LAYER - EXCHANGE) | planning | exchange
 
 
 @pytest.mark.parametrize(("width", "inner", "dtype"), [(50, 50, jnp.bfloat16), (3, 5, jnp.float32)])

@@ -93,7 +93,7 @@ def _by_kernels(
   operation = "gated" if keep_hidden else "gated only"
   arguments = group_size_P, activations.unit(activation, home.layout)
   options: Any = {"columns": str(home.layout), "keep_hidden": keep_hidden}
-  copying = [replicas.copying(each, flat=False) for each in (home.projections, [home.wo])]
+  copying = replicas.copying(_awaited(home.projections), _awaited([home.wo]))
   if copying[0] is None or copying[1] is None:
     options["tuning"] = tunings.find(operation, width, inner)
     copies = replicas.copies()
@@ -224,8 +224,9 @@ def expert_backward(
   }
   wgrad = functools.partial(wgrad_beside, **groups, **options)
   sums = functools.partial(slot_sums, **groups, **options)
-  copying_wo = replicas.copying([home.wo], flat=False)
-  copying = replicas.copying([*home.projections, *_biases(home)])
+  copying_wo, copying = replicas.copying(
+    _awaited([home.wo]), kernels.Copied([*home.projections, *_biases(home)])
+  )
   copies = None
   if copying_wo is None or copying is None:
     copies, copying = replicas.copies(), None
@@ -300,6 +301,11 @@ def _between(
 
   candidates = {"mosaic_gpu": by_kernel, "portable": in_jax}
   return first_that_can((*implementations, "portable"), candidates)
+
+
+def _awaited(arrays: Sequence[Array]) -> "kernels.Copied":
+  """Rows of the matmul beside wait for these."""
+  return kernels.Copied(arrays, flat=False, in_turns=True)
 
 
 def _biases(weights: ExpertWeights) -> list[Array]:

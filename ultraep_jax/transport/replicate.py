@@ -173,24 +173,23 @@ class Replicas:
       tunings=self.tunings,
     )
 
-  def copying(self, home: Sequence[Array], *, flat: bool = True) -> "kernels.Transfer | None":
-    """Brings the copies of such arrays beside a matmul; not ``flat``, one that waits for them."""
+  def copying(self, *groups: "kernels.Copied") -> "list[kernels.Transfer | None]":
+    """Brings the copies of each group of arrays beside a matmul."""
     if self.known is not None:
-      return None
+      return [None] * len(groups)
 
-    def transfer() -> "kernels.Transfer | None":
-      return kernels.replication(
-        home,
+    def transfers() -> "list[kernels.Transfer | None]":
+      return kernels.replications(
+        groups,
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
         tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home))
         or copying_tuning(*self.replica_expert_GS.shape),
-        home_rows_G=None if flat else self.home_rows_G,  # what none waits for has one turn
-        flat=flat,
+        home_rows_G=self.home_rows_G,
       )
 
-    candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
+    candidates = {"mosaic_gpu": transfers, "portable": lambda: [None] * len(groups)}
     return first_that_can((*self.implementations, "portable"), candidates)
 
   def reduce[T](self, replica_grads: T, home_grads: T) -> T:
