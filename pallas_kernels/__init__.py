@@ -39,9 +39,10 @@ if TYPE_CHECKING:
   )
   from pallas_kernels.transfer.combine import check_sizes, combine
   from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+  from pallas_kernels.transfer.lists import TransferLists, transfer_lists
   from pallas_kernels.transfer.place import place, place_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
-  from pallas_kernels.transfer.replicate import Copied, replicate, replication, replications
+  from pallas_kernels.transfer.replicate import replicate, replication
   from pallas_kernels.transfer.scales import SCALED, num_scales
   from pallas_kernels.transfer.tiles import Transfer
   from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
@@ -56,7 +57,6 @@ __all__ = [
   "SCALED",
   "UNIT",
   "UNTUNED",
-  "Copied",
   "ExchangeTuning",
   "Gated",
   "MatmulTuning",
@@ -64,6 +64,7 @@ __all__ = [
   "RoutingTuning",
   "Tile",
   "Transfer",
+  "TransferLists",
   "TransferTuning",
   "Tunings",
   "check_mesh",
@@ -89,11 +90,11 @@ __all__ = [
   "reduction",
   "replicate",
   "replication",
-  "replications",
   "route_rows",
   "short_comes_last",
   "sum_beside",
   "top_k",
+  "transfer_lists",
   "wgrad_beside",
   "why_slow",
   "why_unreachable",
@@ -126,9 +127,10 @@ _MODULES = {
   ),
   "transfer.combine": ("check_sizes", "combine"),
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
+  "transfer.lists": ("TransferLists", "transfer_lists"),
   "transfer.place": ("place", "place_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),
-  "transfer.replicate": ("Copied", "replicate", "replication", "replications"),
+  "transfer.replicate": ("replicate", "replication"),
   "transfer.scales": ("SCALED", "num_scales"),
   "transfer.tiles": ("Transfer",),
   "transfer.tuning": ("COMBINING", "ExchangeTuning", "TransferTuning"),

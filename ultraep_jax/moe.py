@@ -9,7 +9,7 @@ from jax import lax
 from ultraep_jax import implementation, nodes, stats, strategies
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import arguments_of, check_layer, check_plan
-from ultraep_jax.compute import rounds
+from ultraep_jax.compute import experts, rounds
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import capacity, load, route, sizes
@@ -146,19 +146,24 @@ def measured_moe(
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
     num_rounds = mesh_max(capacity.num_rounds(plan, settled.capacity), same_along=axis_name)
 
-  copies = bool(plan.replica_expert.shape[1])
-  routing = rounds.Routing(
-    replica_expert_GS=plan.replica_expert if copies else None,
-    parent_GS=plan.parent if copies else None,
-    home_rows_G=home_rows(plan.quota),
-    routes=routes,
-    rounds=num_rounds,
-  )
-  routing = rounds.named(routing, PLAN_NAME)
   replicating, exchanging, placing, multiplying = (
     implementation.resolve(config.implementation, operation, config.node_size)
     for operation in ("replicate", "exchange", "place", "matmul")
   )
+  copies, rows_G = bool(plan.replica_expert.shape[1]), home_rows(plan.quota)
+  lists = None
+  if copies:
+    sent = plan.replica_expert, plan.parent, rows_G, axis_name
+    lists = experts.transfer_lists(weights, x_TD.dtype, *sent, replicating)
+  routing = rounds.Routing(
+    replica_expert_GS=plan.replica_expert if copies else None,
+    parent_GS=plan.parent if copies else None,
+    home_rows_G=rows_G,
+    lists=lists,
+    routes=routes,
+    rounds=num_rounds,
+  )
+  routing = rounds.named(routing, PLAN_NAME)
   static = rounds.Static(
     axis_name,
     settled.capacity,

@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of, work_list
+from pallas_kernels.transfer.lists import transfer_lists
+from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of
 from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.tuning import GRADIENT_UNIT, TransferTuning
 from pallas_kernels.warp.branches import one_if, when
@@ -106,11 +107,13 @@ def reduction(
   axis_name: AxisName,
   tuning: TransferTuning,
   quarters: Sequence[tuple[int, int]] | None = None,
+  work: Array | None = None,
 ) -> Transfer | None:
   """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
 
   Its result is that of ``reduce_replicas``; with ``quarters`` for some of each array alone, as
-  ``tiles.quarters`` takes them, so that one transfer can do what another has left.
+  ``tiles.quarters`` takes them, so that one transfer can do what another has left. ``work`` is the
+  list of ``transfer_lists`` if there is one.
   """
   replicas, homes = list(replicas), list(homes)
   _check(replicas, homes, replica_expert_GS, parent_GS, axis_name)
@@ -131,7 +134,10 @@ def reduction(
   length = max(each.length for each in tiles)
   half = -(-length // (2 * _UNIT)) * _UNIT
   buffer = plgpu.SMEM((tuning.workers, half), dtype)
-  work = work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
+  if work is None:
+    given: Any = {"axis_name": axis_name, "num_home": homes[0].shape[0]}
+    work = transfer_lists(replica_expert_GS, parent_GS, **given, reduces=True).reducing
+  assert work is not None, "expected a list"
 
   def finish(results: Sequence[Array]) -> list[Array]:
     _, *sums = results

@@ -6,7 +6,11 @@ copies went from rank 0 to 1, and from there to 2 and 3::
   rank 0  home             children: the slot of rank 1
   rank 1  slot, to rank 0  children: those of ranks 2 and 3
   rank 2  slot, to rank 1  none
+
+Here XLA makes the list, in about seven kernels; ``reduce_lists`` is part of one.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -26,12 +30,18 @@ class Fields:
   SOURCE, PARENT, END = range(3)  # home expert or M + slot; rank, of a slot; of its children
 
   @classmethod
-  def node(cls, num_nodes: int, index: Array | int, column: int) -> Array | int:
+  def node(cls, num_nodes: int, index: Any, column: int) -> Any:
     return 1 + column * num_nodes + index
 
   @classmethod
-  def child(cls, num_nodes: int, index: Array | int) -> Array | int:
+  def child(cls, num_nodes: int, index: Any) -> Any:
     return 1 + 3 * num_nodes + index
+
+  @classmethod
+  def length(cls, num_ranks: int, num_slots: int, num_home: int) -> int:
+    """Of the list."""
+    num_nodes = num_nodes_of(num_ranks, num_slots, num_home)
+    return -(-cls.child(num_nodes, num_ranks * num_slots) // 32) * 32
 
 
 def num_nodes_of(num_ranks: int, num_slots: int, num_home: int) -> int:
@@ -69,8 +79,7 @@ def work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home:
   place_Q, begin_Q = sum_lines(before_QQ.astype(jnp.int32), fed_before_QQ)
 
   num_nodes = num_nodes_of(num_ranks, num_slots, num_home)
-  length = Fields.child(num_nodes, size)
-  length += -length % 32
+  length = Fields.length(num_ranks, num_slots, num_home)
   field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
   field_LQ = jnp.where(field_L1 == Fields.COUNT, used_Q.astype(jnp.int32)[None, :], 0)
   columns = source_Q, own(tree.parent_N, -1), begin_Q + children_Q  # as of ``Fields``

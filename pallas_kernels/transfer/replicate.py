@@ -25,7 +25,7 @@ from pallas_kernels.launch import shared_bytes
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.replicate_lists import work_lists
+from pallas_kernels.transfer.lists import transfer_lists
 from pallas_kernels.transfer.replicate_work import Fields
 from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
@@ -37,8 +37,6 @@ _BUFFERS = 2  # of a worker, if there is room: one is loaded while the other one
 # one tile: with fewer, some workers would have much more to send than others.
 _MOST_RUN, _LEAST_RUNS = 4, 10
 _ARRIVALS = 2  # lines of semaphores before those of workers
-# Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
-_TURN_BYTES = 16 * 2**20
 
 
 def replicate(
@@ -105,22 +103,6 @@ def replicate(
   return transfer.launch()
 
 
-class Copied(NamedTuple):
-  """Arrays of experts that travel together.
-
-  Attributes:
-    arrays: ``[M, ...]`` each, this rank's home experts.
-    flat: whether none reads them before the transfer ends. Else the results in the kernel have the
-      shapes of the arrays, so that a matmul beside can read a slot as soon as its semaphore counts
-      all workers.
-    in_turns: whether ``home_rows_G`` orders the experts.
-  """
-
-  arrays: Sequence[Array]
-  flat: bool = True
-  in_turns: bool = False
-
-
 def replication(
   arrays: Sequence[Array],
   replica_expert_GS: Array,
@@ -130,64 +112,35 @@ def replication(
   tuning: TransferTuning,
   home_rows_G: Array | None = None,
   flat: bool = True,
+  work: Array | None = None,
 ) -> Transfer | None:
-  """The only one of ``replications``."""
-  copied = Copied(arrays, flat, in_turns=home_rows_G is not None)
-  options: Any = {"axis_name": axis_name, "tuning": tuning, "home_rows_G": home_rows_G}
-  return replications([copied], replica_expert_GS, parent_GS, **options)[0]
+  """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
 
-
-def replications(
-  groups: Sequence[Copied],
-  replica_expert_GS: Array,
-  parent_GS: Array,
-  *,
-  axis_name: AxisName,
-  tuning: TransferTuning,
-  home_rows_G: Array | None = None,
-) -> list[Transfer | None]:
-  """``replicate`` of each group, to launch alone or beside a matmul; ``None``: nothing to send.
-
-  Their results are those of ``replicate``. What they send is found in one kernel.
+  Its result is that of ``replicate``. Not ``flat``, the results in the kernel have the shapes of
+  the arrays, so that a matmul beside can read a slot as soon as its semaphore counts all workers.
+  ``work`` is the list of ``transfer_lists`` if there is one; ``home_rows_G`` then tells nothing.
   """
-  num_slots = replica_expert_GS.shape[1]
-  arrays = [array for group in groups for array in group.arrays]
+  arrays = list(arrays)
   trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)
-  groups = [Copied(list(group.arrays), *group[1:]) for group in groups]
-  sending = [group for group in groups if group.arrays and num_slots]
-  if not sending:
-    return [None] * len(groups)
-  works = work_lists(
-    replica_expert_GS,
-    parent_GS,
-    home_rows_G if any(group.in_turns for group in sending) else None,
-    peers.rank(axis_name),
-    arrays[0].shape[0],
-    [_together(group) if group.in_turns else None for group in sending],
-  )
-  transfers = (
-    _transfer(group, work, num_slots, axis_name=axis_name, tuning=tuning)
-    for group, work in zip(sending, works, strict=True)
-  )
-  return [next(transfers) if group.arrays and num_slots else None for group in groups]
-
-
-def _together(group: Copied) -> int:
-  """Experts that have a turn together."""
-  size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in group.arrays)
-  return max(_TURN_BYTES // size, 1)
-
-
-def _transfer(
-  group: Copied, work: Array, num_slots: int, *, axis_name: AxisName, tuning: TransferTuning
-) -> Transfer:
-  arrays, flat = list(group.arrays), group.flat
+  num_slots = replica_expert_GS.shape[1]
+  if not arrays or not num_slots:
+    return None
+  num_home = arrays[0].shape[0]
+  if work is None:
+    size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
+    (work,) = transfer_lists(
+      replica_expert_GS,
+      parent_GS,
+      home_rows_G,
+      axis_name=axis_name,
+      num_home=num_home,
+      expert_bytes=[None if home_rows_G is None else size],
+    ).copying
   tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
   of_worker = sum(each.count for each in tiles) // tuning.num_workers
   run = min(max(of_worker // _LEAST_RUNS, 1), _MOST_RUN)
   if lax.axis_size(axis_name) > 2 and run > 1:  # of two ranks none forwards
     tiles = tiling.cut("arrays", arrays, tuning, flat=flat, run=run)
-  num_home = arrays[0].shape[0]
   rows = [array.reshape(num_home, -1) for array in arrays] if flat else arrays
   work, *rows = varying.vary_alike(work, *rows)
   lists = plgpu.SMEM((tuning.workers, work.size), jnp.int32)

@@ -7,7 +7,7 @@ Rank 0 has experts 0 and 1. Expert 0 goes to ranks 1 and 2, and rank 1 sends it 
   rank 2   sends nothing                             waits for its slot
   rank 3   sends nothing                             waits for its slot
 
-Here XLA makes the lists, in about six kernels each; ``replicate_lists`` makes them in one.
+Here XLA makes the list, in about six kernels; ``replicate_lists`` is part of one.
 """
 
 import functools

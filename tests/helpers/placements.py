@@ -40,3 +40,18 @@ def placements(draw):
       parent_GS[rank, slot] = draw(st.sampled_from([members[-1], *members]))
       members.append(rank)
   return home, replica_GS, parent_GS
+
+
+def random_plan(rng, ranks, home, slots):
+  """A legal placement with random trees and rows of ranks, of any size, without hypothesis."""
+  replica_GS, parent_GS = np.full((2, ranks, slots), -1, np.int32)
+  for rank in range(ranks):
+    others = np.delete(np.arange(ranks * home), np.s_[rank * home : (rank + 1) * home])
+    held = rng.permutation(others)[: rng.integers(0, slots + 1)]
+    replica_GS[rank, rng.permutation(slots)[: held.size]] = held
+  for expert in np.unique(replica_GS[replica_GS >= 0]):
+    members = [expert // home]
+    for rank, slot in rng.permutation(np.argwhere(replica_GS == expert)):
+      parent_GS[rank, slot] = rng.choice(members)
+      members.append(rank)
+  return replica_GS, parent_GS, rng.integers(0, 40, ranks).astype(np.int32)

@@ -8,7 +8,7 @@ import jax
 import jax.extend
 
 PORTABLE_COPIES = {"plan_probes", "plan_quotas"}  # no kernel moves these
-PLANNING = PORTABLE_COPIES | {"copy_lists"}
+PLANNING = PORTABLE_COPIES | {"transfer_lists"}
 # Copies ride in the kernels of matmuls.
 FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"}
 LAYER = FORWARD | {"gated_grads", "grouped_matmul_wgrad"}
@@ -32,6 +32,11 @@ def kernels(jaxpr):
 
 def kernel_names(jaxpr):
   return {kernel.params["name"] for kernel in kernels(jaxpr)}
+
+
+def count_reaching(text: str) -> int:
+  """How many kernels of a lowered program reach other GPUs."""
+  return text.count("uses_xla_collective_metadata = true")
 
 
 def exchanges_rows(jaxpr) -> bool:

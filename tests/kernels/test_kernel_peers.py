@@ -7,6 +7,7 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.sharding import PartitionSpec as P
+from programs import count_reaching
 
 from pallas_kernels.transfer.combine import combine
 from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
@@ -63,9 +64,10 @@ def test_a_rank_without_peers_asks_for_none(name, sizes, one_gpu):
   run = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
   shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
   text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-  assert text.count("custom_call @mosaic_gpu") == (name != "reduce_replicas")
+  expected = {"replicate": 2, "reduce_replicas": 0}.get(name, 1)  # the list of copies has its own
+  assert text.count("custom_call @mosaic_gpu") == expected
   assert "nvshmem" not in text
-  assert "uses_xla_collective_metadata = true" not in text
+  assert not count_reaching(text)
 
 
 def test_ranks_with_peers_reach_them():
@@ -76,4 +78,4 @@ def test_ranks_with_peers_reach_them():
   mesh = assignments.mesh((2, "expert"))
   run = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
   text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-  assert "uses_xla_collective_metadata = true" in text
+  assert count_reaching(text)

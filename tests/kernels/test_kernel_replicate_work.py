@@ -1,7 +1,6 @@
-"""What each rank sends and awaits of a plan's copies: the lists, and the kernel that makes them."""
+"""What each rank sends and awaits of a plan's copies."""
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mosaic_interpret import interpreted
 from placements import CROSSING, placements
-from programs import kernels
 
 from pallas_kernels.transfer import trees
-from pallas_kernels.transfer.replicate_lists import work_lists
 from pallas_kernels.transfer.replicate_work import Fields, turns_of_slots, work_list
 
 
@@ -157,92 +153,3 @@ def test_turns_and_their_keys_fit_int32(rows):
   sources = home + slots
   group = (2 * ((most - 1) * ranks + ranks - 1) + 1) * sources + sources - 1
   assert (2 * group + 1) * ranks * slots + ranks * slots - 1 < np.iinfo(np.int32).max
-
-
-# --- the kernel ------------------------------------------------------------------------------
-
-
-def random_plan(rng, ranks, home, slots):
-  """A legal plan with random trees, and rows of ranks."""
-  replica_GS, parent_GS = np.full((2, ranks, slots), -1, np.int32)
-  for rank in range(ranks):
-    others = np.delete(np.arange(ranks * home), np.s_[rank * home : (rank + 1) * home])
-    held = rng.permutation(rng.permutation(others)[: rng.integers(0, slots + 1)])
-    replica_GS[rank, rng.permutation(slots)[: held.size]] = held
-  for expert in np.unique(replica_GS[replica_GS >= 0]):
-    members = [expert // home]
-    for rank, slot in rng.permutation(np.argwhere(replica_GS == expert)):
-      parent_GS[rank, slot] = rng.choice(members)
-      members.append(rank)
-  return replica_GS, parent_GS, rng.integers(0, 40, ranks).astype(np.int32)
-
-
-def by_xla(replica_GS, parent_GS, home_rows_G, rank, home, together):
-  return [
-    work_list(
-      replica_GS,
-      parent_GS,
-      turns_of_slots(replica_GS, None if each is None else home_rows_G, home, each or 1),
-      rank,
-      home,
-    )
-    for each in together
-  ]
-
-
-@pytest.mark.parametrize(
-  ("ranks", "home", "slots", "together", "most_turns"),
-  [
-    (4, 2, 3, (1, 2), None),
-    (6, 3, 4, (2, None), 5),
-    (3, 60, 50, (1, 3, None), None),  # more slots than threads
-    (2, 5, 4, (None,), None),
-    (40, 1, 3, (1,), None),  # more ranks than lanes
-  ],
-)
-def test_the_kernel_makes_the_same_lists(ranks, home, slots, together, most_turns):
-  rng = np.random.default_rng(ranks)
-  static = {"num_home": home, "together": together}
-  with few_turns(most_turns), interpreted():
-    kernel = jax.jit(functools.partial(work_lists, **static))
-    plain = jax.jit(functools.partial(by_xla, home=home, together=together))
-    for _ in range(4):
-      plan = [jnp.asarray(each) for each in random_plan(rng, ranks, home, slots)]
-      for rank in rng.permutation(ranks)[:4]:
-        lists = kernel(*plan, jnp.int32(rank))
-        for got, expected in zip(lists, plain(*plan, jnp.int32(rank)), strict=True):
-          np.testing.assert_array_equal(got, expected)
-
-
-def test_without_rows_the_kernel_makes_one_turn():
-  home, replica_GS, parent_GS = CROSSING
-  plan = jnp.asarray(replica_GS), jnp.asarray(parent_GS)
-  with interpreted():
-    (got,) = jax.jit(lambda: work_lists(*plan, None, jnp.int32(1), home, [None]))()
-  (expected,) = by_xla(*plan, None, jnp.int32(1), home, [None])
-  np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("slots", [128, 129])
-def test_xla_makes_the_lists_of_very_many_slots(slots):
-  """Of four ranks; with 512 slots and fewer one kernel makes all lists."""
-  plan = jnp.full((2, 4, slots), -1, jnp.int32)
-  function = functools.partial(work_lists, num_home=8, together=(1, None))
-  traced = jax.jit(function).trace(*plan, jnp.zeros(4, jnp.int32), jnp.int32(0))
-  names = [each.params["name"] for each in kernels(traced.jaxpr.jaxpr)]
-  assert names == (["copy_lists"] if slots == 128 else [])
-  if slots == 128:
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize(
-  ("rows", "error", "message"),
-  [
-    (jnp.zeros(3, jnp.int32), ValueError, r"home_rows_G: expected shape \(4,\), got \(3,\)"),
-    (jnp.zeros(4), TypeError, "home_rows_G: expected int32, got float32"),
-  ],
-)
-def test_rejects_other_rows(rows, error, message):
-  plan = jnp.full((2, 4, 2), -1, jnp.int32)
-  with pytest.raises(error, match=message):
-    work_lists(*plan, rows, jnp.int32(0), 8, [1])

@@ -191,19 +191,19 @@ def test_equal_kernels_are_compiled_once(two_layers):
 @pytest.fixture(scope="module")
 def remade():
   """Gradients of a layer whose forward pass runs again, and the rows that its copies know of."""
-  seen, replications = [], pallas_kernels.replications
+  seen, replication = [], pallas_kernels.replication
 
-  def recorded(groups, replica_expert_GS, *args, **kwargs):
+  def recorded(arrays, replica_expert_GS, *args, **kwargs):
     if replica_expert_GS.shape[1]:
-      seen.extend((kwargs["home_rows_G"], group) for group in groups)
-    return replications(groups, replica_expert_GS, *args, **kwargs)
+      seen.append((kwargs["home_rows_G"], kwargs["flat"]))
+    return replication(arrays, replica_expert_GS, *args, **kwargs)
 
   mesh = make_mesh(4)
   # Slots that no other test has, so that nothing is traced already.
   config = dataclasses.replace(ONE_ROUND, replica_slots=5)
   apply = jax.checkpoint(functools.partial(uep.sharded_moe, config=config))
   with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(pallas_kernels, "replications", recorded)
+    patch.setattr(pallas_kernels, "replication", recorded)
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
   return jaxpr, seen
 
@@ -211,11 +211,10 @@ def remade():
 def test_copies_are_sent_by_the_rows_of_their_ranks(remade):
   """Where a matmul waits for them; what order they go in shows in no result."""
   _, seen = remade
-  assert all(group.in_turns for _, group in seen if not group.flat)
-  rows = [rows for rows, group in seen if not group.flat]
+  rows = [rows for rows, flat in seen if not flat]
   assert len(rows) >= 3  # also backward
   assert {(each.shape, each.dtype) for each in rows} == {((4,), jnp.dtype(jnp.int32))}
-  assert [group.in_turns for _, group in seen if group.flat] == [False]  # beside wo's gradient
+  assert [rows for rows, flat in seen if flat] == [None]  # beside the gradient of wo
 
 
 def test_copies_have_no_kernel_of_their_own(remade):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,11 +26,56 @@ from ultraep_jax.compute.homeward import Homeward
 from ultraep_jax.compute.tiles import slot_of_rows
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.transport.replicate import Replicas
-from ultraep_jax.types import Array, ExpertWeights, Layout
+from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout
 
 # What backward needs of the experts' forward: the rows times ``ExpertWeights.projections``, biases
 # added, ``[C, F]`` or ``[C, 2F]`` each.
 Hidden = tuple[Array, ...]
+
+# Lists of copies: matmuls wait for the first two; the last is of projections that none waits for.
+_PROJECTIONS, _WO, _LATER = range(3)
+
+
+@jax.named_scope("uep.replicate")
+def transfer_lists(
+  home: ExpertWeights,
+  dtype: DTypeLike,
+  replica_expert_GS: Array,
+  parent_GS: Array,
+  home_rows_G: Array,
+  axis_name: AxisName,
+  implementations: Implementations,
+) -> "kernels.TransferLists | None":
+  """What kernels send and await, forward and backward, of one plan; ``None``: none can.
+
+  Args:
+    home: weights of the home slots.
+    dtype: that they travel in.
+    replica_expert_GS: ``[G, S]`` int32, as for ``Replicas``.
+    parent_GS: likewise.
+    home_rows_G: likewise.
+    axis_name: the expert mesh axis.
+    implementations: what to try, in order.
+  """
+
+  def bytes_of(arrays: Sequence[Array]) -> int:
+    return sum(math.prod(each.shape[1:]) for each in arrays) * jnp.dtype(dtype).itemsize
+
+  def by_kernel() -> "kernels.TransferLists | None":
+    sizes: list[int | None] = [None] * 3
+    sizes[_PROJECTIONS], sizes[_WO] = bytes_of(home.projections), bytes_of([home.wo])
+    return kernels.transfer_lists(
+      replica_expert_GS,
+      parent_GS,
+      home_rows_G,
+      axis_name=axis_name,
+      num_home=home.wo.shape[0],
+      expert_bytes=sizes,
+      reduces=True,
+    )
+
+  candidates = {"mosaic_gpu": by_kernel, "portable": lambda: None}
+  return first_that_can((*implementations, "portable"), candidates)
 
 
 class ExpertOutput(NamedTuple):
@@ -93,7 +139,10 @@ def _by_kernels(
   operation = "gated" if keep_hidden else "gated only"
   arguments = group_size_P, activations.unit(activation, home.layout)
   options: Any = {"columns": str(home.layout), "keep_hidden": keep_hidden}
-  copying = replicas.copying(_awaited(home.projections), _awaited([home.wo]))
+  copying = [
+    replicas.copying(home.projections, _PROJECTIONS, flat=False),
+    replicas.copying([home.wo], _WO, flat=False),
+  ]
   if copying[0] is None or copying[1] is None:
     options["tuning"] = tunings.find(operation, width, inner)
     copies = replicas.copies()
@@ -224,9 +273,8 @@ def expert_backward(
   }
   wgrad = functools.partial(wgrad_beside, **groups, **options)
   sums = functools.partial(slot_sums, **groups, **options)
-  copying_wo, copying = replicas.copying(
-    _awaited([home.wo]), kernels.Copied([*home.projections, *_biases(home)])
-  )
+  copying_wo = replicas.copying([home.wo], _WO, flat=False)
+  copying = replicas.copying([*home.projections, *_biases(home)], _LATER)
   copies = None
   if copying_wo is None or copying is None:
     copies, copying = replicas.copies(), None
@@ -301,11 +349,6 @@ def _between(
 
   candidates = {"mosaic_gpu": by_kernel, "portable": in_jax}
   return first_that_can((*implementations, "portable"), candidates)
-
-
-def _awaited(arrays: Sequence[Array]) -> "kernels.Copied":
-  """Rows of the matmul beside wait for these."""
-  return kernels.Copied(arrays, flat=False, in_turns=True)
 
 
 def _biases(weights: ExpertWeights) -> list[Array]:

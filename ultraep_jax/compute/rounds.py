@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import Tunings
+from pallas_kernels import TransferLists, Tunings
 from ultraep_jax.activations import Activation
 from ultraep_jax.compute import experts
 from ultraep_jax.config import DispatchDtype
@@ -54,6 +54,7 @@ class Routing(NamedTuple):
   replica_expert_GS: Array | None
   parent_GS: Array | None
   home_rows_G: Array  # of each rank, those that its home experts compute
+  lists: TransferLists | None  # as ``experts.transfer_lists`` makes them
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
 
@@ -253,6 +254,7 @@ def _replicas(
     static.domain_size,
     static.replicating,
     static.tunings,
+    routing.lists,
   )
 
 

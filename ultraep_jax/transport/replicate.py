@@ -140,6 +140,7 @@ class Replicas:
     domain_size: ranks per domain; ``None``: all.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
+    lists: what kernels send and await, if it is known already.
     known: the copies, once they are there.
   """
 
@@ -151,6 +152,7 @@ class Replicas:
   domain_size: int | None
   implementations: Implementations
   tunings: Tunings
+  lists: "kernels.TransferLists | None" = None
   known: Any = None
 
   def filled_S(self) -> Array:
@@ -173,23 +175,30 @@ class Replicas:
       tunings=self.tunings,
     )
 
-  def copying(self, *groups: "kernels.Copied") -> "list[kernels.Transfer | None]":
-    """Brings the copies of each group of arrays beside a matmul."""
-    if self.known is not None:
-      return [None] * len(groups)
+  def copying(
+    self, home: Sequence[Array], which: int, *, flat: bool = True
+  ) -> "kernels.Transfer | None":
+    """Brings the copies of such arrays beside a matmul; not ``flat``, one that waits for them.
 
-    def transfers() -> "list[kernels.Transfer | None]":
-      return kernels.replications(
-        groups,
+    ``which`` of the lists says what is sent.
+    """
+    if self.known is not None:
+      return None
+
+    def transfer() -> "kernels.Transfer | None":
+      return kernels.replication(
+        home,
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
         tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home))
         or copying_tuning(*self.replica_expert_GS.shape),
-        home_rows_G=self.home_rows_G,
+        home_rows_G=None if flat else self.home_rows_G,  # what none waits for has one turn
+        flat=flat,
+        work=None if self.lists is None else self.lists.copying[which],
       )
 
-    candidates = {"mosaic_gpu": transfers, "portable": lambda: [None] * len(groups)}
+    candidates = {"mosaic_gpu": transfer, "portable": lambda: None}
     return first_that_can((*self.implementations, "portable"), candidates)
 
   def reduce[T](self, replica_grads: T, home_grads: T) -> T:
@@ -227,6 +236,7 @@ class Replicas:
         tuning=_tuning(self.tunings, "reducing", leaves, dtype)
         or reducing_tuning(*self.replica_expert_GS.shape),
         quarters=quarters,
+        work=None if self.lists is None else self.lists.reducing,
       )
 
     candidates = {"mosaic_gpu": transfer, "portable": lambda: None}

@@ -1,0 +1,97 @@
+"""The kernel that makes the work lists of transfers, against XLA's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mosaic_interpret import interpreted
+from placements import CROSSING, random_plan
+from programs import kernels
+from thread_races import watched
+
+from pallas_kernels.transfer import lists, trees
+from pallas_kernels.transfer.lists import by_xla, lists_of_rank
+
+
+def lists_by(make, home, together, reduces):
+  """A function of a rank, a plan and rows."""
+  return jax.jit(lambda *plan: make(*plan, home, together, reduces))
+
+
+def assert_same(got, expected):
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+
+
+@pytest.mark.parametrize(
+  ("ranks", "home", "slots", "together", "reduces", "most_turns"),
+  [
+    (4, 2, 3, (1, 2, None), True, None),
+    (6, 3, 4, (2, None), False, 5),
+    (3, 60, 50, (1, 3, None), True, None),  # more slots than threads
+    (2, 5, 4, (None,), False, None),
+    (5, 40, 3, (), True, None),  # more sources than threads
+    (40, 1, 3, (1,), True, None),  # more ranks than lanes
+  ],
+)
+def test_the_kernel_makes_the_same_lists(
+  ranks, home, slots, together, reduces, most_turns, monkeypatch
+):
+  if most_turns:  # as of a plan so large that int32 has no room for more
+    monkeypatch.setattr(trees, "most_turns", lambda *_: most_turns)
+  rng = np.random.default_rng(ranks)
+  plain = lists_by(by_xla, home, together, reduces)
+  with interpreted():
+    kernel = lists_by(lists_of_rank, home, together, reduces)
+    for _ in range(4):
+      plan = [jnp.asarray(each) for each in random_plan(rng, ranks, home, slots)]
+      for rank in rng.permutation(ranks)[:4]:
+        assert_same(kernel(jnp.int32(rank), *plan), plain(jnp.int32(rank), *plan))
+
+
+@pytest.mark.parametrize(("ranks", "home", "slots"), [(4, 2, 3), (3, 60, 50)])
+@pytest.mark.parametrize(("together", "reduces"), [((2, None), False), ((), True)])
+def test_threads_wait_for_each_other(ranks, home, slots, together, reduces):
+  plan = [jnp.asarray(each) for each in random_plan(np.random.default_rng(3), ranks, home, slots)]
+  with interpreted(), watched():
+    # A function of its own, so that it is traced here; once, as a run is no barrier for the next.
+    make = lists_by(lists._lists_by_kernel.__wrapped__, home, together, reduces)
+    jax.block_until_ready(make(jnp.int32(1), *plan))
+
+
+def test_without_rows_all_copies_have_one_turn():
+  home, replica_GS, parent_GS = CROSSING
+  plan = jnp.int32(1), jnp.asarray(replica_GS), jnp.asarray(parent_GS)
+  rows = jnp.arange(replica_GS.shape[0], dtype=jnp.int32)
+  with interpreted():
+    got = lists_by(lists_of_rank, home, (None,), False)(*plan, None)
+    assert_same(lists_by(lists_of_rank, home, (None,), False)(*plan, rows), got)
+  assert_same(got, lists_by(by_xla, home, (None,), False)(*plan, None))
+
+
+@pytest.mark.parametrize(
+  ("slots", "home", "names"),
+  [(128, 8, ["transfer_lists"]), (129, 8, []), (2, 1024, ["transfer_lists"]), (2, 1025, [])],
+)
+def test_xla_makes_lists_of_very_many_slots_or_experts(slots, home, names):
+  """Of four ranks."""
+  plan = jnp.full((2, 4, slots), -1, jnp.int32)
+  traced = lists_by(lists_of_rank, home, (1, 2, None), True).trace(
+    jnp.int32(0), *plan, jnp.zeros(4, jnp.int32)
+  )
+  assert [each.params["name"] for each in kernels(traced.jaxpr.jaxpr)] == names
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("custom_call @mosaic_gpu") == len(names)
+
+
+@pytest.mark.parametrize(
+  ("rows", "error", "message"),
+  [
+    (jnp.zeros(3, jnp.int32), ValueError, r"home_rows_G: expected shape \(4,\), got \(3,\)"),
+    (jnp.zeros(4), TypeError, "home_rows_G: expected int32, got float32"),
+  ],
+)
+def test_rejects_other_rows(rows, error, message):
+  plan = jnp.full((2, 4, 2), -1, jnp.int32)
+  with pytest.raises(error, match=message):
+    lists_of_rank(jnp.int32(0), *plan, rows, 8, (1,), False)
