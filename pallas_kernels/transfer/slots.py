@@ -2,6 +2,14 @@
 
 Those are the integers of ``Trees``. Slots of all ranks are numbered ``rank * S + slot``, and dealt
 to the block's threads. What slots tell each other is in shared memory.
+
+Four ranks with a slot each, as rank 1 of one home expert sees them; expert 0 goes on to rank 2::
+
+  slot     expert   parent   feeder        copy, as rank 1 sees it
+  0        −1       −1       −1            none
+  1         0        0       −1 (home)     not its own
+  2         0        1        1            its own, from its slot: source 1
+  3        −1       −1       −1            none
 """
 
 import functools

@@ -39,10 +39,10 @@ def test_smaller_batches_have_more_room(mebibytes, kept, transient):
   auto = uep.BalanceConfig()
   for keeps, factor in ((True, kept), (False, transient)):
     got = row_capacity(rows // 2, 2, 4, auto, token_bytes, kept=keeps)
-    assert got == pytest.approx(factor * rows, abs=16)
-  assert row_capacity(rows // 2, 2, 4, auto) == pytest.approx(1.25 * rows, abs=16)  # width unknown
+    assert got == pytest.approx(factor * rows, abs=64) and not got % 64
+  assert row_capacity(rows // 2, 2, 4, auto) == pytest.approx(1.25 * rows, abs=64)  # width unknown
   asked = uep.BalanceConfig(capacity_factor=1.5)
-  assert row_capacity(rows // 2, 2, 4, asked, token_bytes) == pytest.approx(1.5 * rows, abs=16)
+  assert row_capacity(rows // 2, 2, 4, asked, token_bytes) == pytest.approx(1.5 * rows, abs=64)
 
 
 def test_two_ranks_never_have_more_rows_than_both_bring():

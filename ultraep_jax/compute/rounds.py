@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import TransferLists, Tunings
+import pallas_kernels as kernels
+from pallas_kernels import Tunings
 from ultraep_jax.activations import Activation
 from ultraep_jax.compute import experts
 from ultraep_jax.config import DispatchDtype
@@ -54,7 +55,7 @@ class Routing(NamedTuple):
   replica_expert_GS: Array | None
   parent_GS: Array | None
   home_rows_G: Array  # of each rank, those that its home experts compute
-  lists: TransferLists | None  # as ``experts.transfer_lists`` makes them
+  lists: "kernels.TransferLists | None"  # as ``experts.transfer_lists`` makes them
   routes: Routes
   rounds: Array | None  # None: one, whatever the loads
 

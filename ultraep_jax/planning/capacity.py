@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Array, Plan
 
-_ROW_UNIT = 8
+_ROW_UNIT = 8  # of rows that kernels take
+_TILE_ROWS = 64  # of many: no kernel copies gates to pad them
 _TIGHT, _AMPLE = 1.25, 2  # rows over the mean
 # Bytes of tokens, by ``capacity_factor="auto"``. The rows that a layer keeps for its gradients stay
 # until the backward pass, those of a layer without gradients until its end.
@@ -35,7 +36,7 @@ def row_capacity(
   kept: bool = True,
   least: int = 0,
 ) -> int:
-  """C, the rows that a rank computes in one round, a multiple of 8 as the kernels need.
+  """C, the rows that a rank computes in one round: a multiple of 8, from 1024 on of 64.
 
   Never more than there are assignments, rounded up.
 
@@ -99,12 +100,13 @@ def least_room(assignments: int, num_home: int, copy_rows: int) -> int:
 
 
 def rows_of_all(tokens: int, top_k: int, num_ranks: int) -> int:
-  """The assignments of all ranks, a multiple of 8."""
+  """The assignments of all ranks, rounded up as those of ``row_capacity`` are."""
   return _in_units(tokens * top_k * num_ranks)
 
 
 def _in_units(rows: int) -> int:
-  return -(-rows // _ROW_UNIT) * _ROW_UNIT
+  unit = _ROW_UNIT if rows < 16 * _TILE_ROWS else _TILE_ROWS
+  return -(-rows // unit) * unit
 
 
 def may_hold(rows: int, num_ranks: int, token_bytes: int) -> bool:
