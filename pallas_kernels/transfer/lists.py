@@ -34,8 +34,6 @@ from pallas_kernels.warp.scatter import fill
 from pallas_kernels.warp.warps import each_piece, lookup, ones, padded, store, thread_index
 
 _LIST_AXIS = "list"
-# Of experts that have a turn together: at a turn's end the links are idle for about 3 µs.
-_TURN_BYTES = 16 * 2**20
 # Slots and experts of all ranks. Of more, one block would count for longer than all SMs take in
 # several kernels, or have no room.
 _MOST_SLOTS, _MOST_EXPERTS = 512, 4096
@@ -78,9 +76,25 @@ def transfer_lists(
   Raises:
     ValueError, TypeError: the shape or the dtype of ``home_rows_G`` is wrong.
   """
-  together = tuple(size and max(_TURN_BYTES // size, 1) for size in expert_bytes)
-  rank = peers.rank(axis_name)
-  return lists_of_rank(rank, replica_expert_GS, parent_GS, home_rows_G, num_home, together, reduces)
+  together = (
+    None if size is None else replicate_work.experts_together(size) for size in expert_bytes
+  )
+  wanted = Wanted(num_home, tuple(together), reduces)
+  return lists_of_rank(peers.rank(axis_name), replica_expert_GS, parent_GS, home_rows_G, wanted)
+
+
+class Wanted(NamedTuple):
+  """Which lists, and what is fixed at trace time.
+
+  Attributes:
+    num_home: M.
+    together: for each group of arrays, how many experts have a turn together; ``None``: all.
+    reduces: whether gradients travel, too.
+  """
+
+  num_home: int
+  together: tuple[int | None, ...]
+  reduces: bool
 
 
 def lists_of_rank(
@@ -88,19 +102,17 @@ def lists_of_rank(
   replica_expert_GS: Array,
   parent_GS: Array,
   home_rows_G: Array | None,
-  num_home: int,
-  together: tuple[int | None, ...],
-  reduces: bool,
+  wanted: Wanted,
 ) -> TransferLists:
-  """Those of any rank; ``together``: for each group, experts of a turn, ``None``: all."""
+  """Those of any rank."""
   num_ranks, num_slots = replica_expert_GS.shape
-  if all(each is None for each in together):
+  if all(each is None for each in wanted.together):
     home_rows_G = None
   if home_rows_G is not None:
     replicate_work.check_rows(home_rows_G, num_ranks)
-  few = num_ranks * num_slots <= _MOST_SLOTS and num_ranks * num_home <= _MOST_EXPERTS
+  few = num_ranks * num_slots <= _MOST_SLOTS and num_ranks * wanted.num_home <= _MOST_EXPERTS
   make = _lists_by_kernel if few else by_xla
-  return make(rank, replica_expert_GS, parent_GS, home_rows_G, num_home, together, reduces)
+  return make(rank, replica_expert_GS, parent_GS, home_rows_G, wanted)
 
 
 def by_xla(
@@ -108,38 +120,34 @@ def by_xla(
   replica_expert_GS: Array,
   parent_GS: Array,
   home_rows_G: Array | None,
-  num_home: int,
-  together: tuple[int | None, ...],
-  reduces: bool,
+  wanted: Wanted,
 ) -> TransferLists:
   """The same without a kernel."""
-  plan, copying, reducing = (replica_expert_GS, parent_GS), [], None
-  for each in together:
+  num_home, plan, copying = wanted.num_home, (replica_expert_GS, parent_GS), []
+  for each in wanted.together:
     rows = None if each is None else home_rows_G
     turn_N = replicate_work.turns_of_slots(replica_expert_GS, rows, num_home, each or 1)
     copying.append(replicate_work.work_list(*plan, turn_N, rank, num_home))
-  if reduces:
-    reducing = reduce_work.work_list(*plan, rank, num_home)
+  reducing = reduce_work.work_list(*plan, rank, num_home) if wanted.reduces else None
   return TransferLists(tuple(copying), reducing)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+# A function of its own: layers alike, not in a scan, lower and compile one kernel.
+@functools.partial(jax.jit, static_argnums=4)
 def _lists_by_kernel(
   rank: Array,
   replica_expert_GS: Array,
   parent_GS: Array,
   home_rows_G: Array | None,
-  num_home: int,
-  together: tuple[int | None, ...],
-  reduces: bool,
+  wanted: Wanted,
 ) -> TransferLists:
   num_ranks, num_slots = replica_expert_GS.shape
-  sizes = Sizes(num_ranks, num_slots, num_home)
-  experts = [replicate_work.experts_of_turn(*sizes, each) for each in together]
+  sizes = Sizes(num_ranks, num_slots, wanted.num_home)
+  experts = [replicate_work.experts_of_turn(*sizes, each) for each in wanted.together]
   operands = [replica_expert_GS.reshape(-1), parent_GS.reshape(-1), rank.reshape(1)]
   operands = varying.vary_alike(*operands, *([] if home_rows_G is None else [home_rows_G]))
-  lengths = [replicate_work.Fields.length(sizes.slots, sizes.items)] * len(together)
-  lengths += [reduce_work.Fields.length(*sizes)] * reduces
+  lengths = [replicate_work.Fields.length(sizes.slots, sizes.items)] * len(experts)
+  lengths += [reduce_work.Fields.length(*sizes)] * wanted.reduces
   shared = _Shared.lengths(sizes, max(lengths))
   lists = launch(
     functools.partial(_kernel, sizes=sizes, lengths=lengths, experts=experts),
@@ -154,7 +162,7 @@ def _lists_by_kernel(
     ),
     kernel_name="transfer_lists",
   )
-  return TransferLists(tuple(lists[: len(together)]), lists[-1] if reduces else None)
+  return TransferLists(tuple(lists[: len(experts)]), lists[-1] if wanted.reduces else None)
 
 
 class _Shared(NamedTuple):

@@ -20,8 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.lists import transfer_lists
-from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of
+from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of, work_list
 from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.tuning import GRADIENT_UNIT, TransferTuning
 from pallas_kernels.warp.branches import one_if, when
@@ -135,9 +134,7 @@ def reduction(
   half = -(-length // (2 * _UNIT)) * _UNIT
   buffer = plgpu.SMEM((tuning.workers, half), dtype)
   if work is None:
-    given: Any = {"axis_name": axis_name, "num_home": homes[0].shape[0]}
-    work = transfer_lists(replica_expert_GS, parent_GS, **given, reduces=True).reducing
-  assert work is not None, "expected a list"
+    work = work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
 
   def finish(results: Sequence[Array]) -> list[Array]:
     _, *sums = results

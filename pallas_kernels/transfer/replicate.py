@@ -25,8 +25,12 @@ from pallas_kernels.launch import shared_bytes
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.lists import transfer_lists
-from pallas_kernels.transfer.replicate_work import Fields
+from pallas_kernels.transfer.replicate_work import (
+  Fields,
+  experts_together,
+  turns_of_slots,
+  work_list,
+)
 from pallas_kernels.transfer.tiles import Tiles, Transfer
 from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
 from pallas_kernels.warp.branches import when
@@ -126,21 +130,15 @@ def replication(
   if not arrays or not num_slots:
     return None
   num_home = arrays[0].shape[0]
-  if work is None:
-    size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
-    (work,) = transfer_lists(
-      replica_expert_GS,
-      parent_GS,
-      home_rows_G,
-      axis_name=axis_name,
-      num_home=num_home,
-      expert_bytes=[None if home_rows_G is None else size],
-    ).copying
   tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
   of_worker = sum(each.count for each in tiles) // tuning.num_workers
   run = min(max(of_worker // _LEAST_RUNS, 1), _MOST_RUN)
   if lax.axis_size(axis_name) > 2 and run > 1:  # of two ranks none forwards
     tiles = tiling.cut("arrays", arrays, tuning, flat=flat, run=run)
+  if work is None:
+    size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
+    turn_N = turns_of_slots(replica_expert_GS, home_rows_G, num_home, experts_together(size))
+    work = work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
   rows = [array.reshape(num_home, -1) for array in arrays] if flat else arrays
   work, *rows = varying.vary_alike(work, *rows)
   lists = plgpu.SMEM((tuning.workers, work.size), jnp.int32)

@@ -10,12 +10,12 @@ from programs import kernels
 from thread_races import watched
 
 from pallas_kernels.transfer import lists, trees
-from pallas_kernels.transfer.lists import by_xla, lists_of_rank
+from pallas_kernels.transfer.lists import Wanted, by_xla, lists_of_rank
 
 
 def lists_by(make, home, together, reduces):
   """A function of a rank, a plan and rows."""
-  return jax.jit(lambda *plan: make(*plan, home, together, reduces))
+  return jax.jit(lambda *plan: make(*plan, Wanted(home, together, reduces)))
 
 
 def assert_same(got, expected):
@@ -92,6 +92,6 @@ def test_xla_makes_lists_of_very_many_slots_or_experts(slots, home, names):
   ],
 )
 def test_rejects_other_rows(rows, error, message):
-  plan = jnp.full((2, 4, 2), -1, jnp.int32)
+  empty_GS = jnp.full((4, 2), -1, jnp.int32)
   with pytest.raises(error, match=message):
-    lists_of_rank(jnp.int32(0), *plan, rows, 8, (1,), False)
+    lists_of_rank(jnp.int32(0), empty_GS, empty_GS, rows, Wanted(8, (1,), False))
