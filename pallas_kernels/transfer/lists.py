@@ -1,11 +1,12 @@
 """The work lists of a plan's transfers, all by one kernel.
 
-XLA would launch five to eight kernels for each list, one after the other, for a few hundred
-integers. Here each block makes a list::
+XLA makes the same lists (``replicate_work``, ``reduce_work``) in several kernels each, one after
+the other, for a few hundred integers. Here each block makes a list. Those of a layer::
 
-  block 0   plan ──► links of slots ──► copies that a matmul awaits
-  block 1   plan ──► links of slots ──► copies that it does not
-  block 2   plan ──► links of slots ──► gradients on their way home
+  block 0   plan ──► links of slots ──► copies of projections, which a matmul awaits
+  block 1   plan ──► links of slots ──► copies of wo, likewise
+  block 2   plan ──► links of slots ──► copies of projections that none awaits
+  block 3   plan ──► links of slots ──► gradients on their way home
 """
 
 import functools
@@ -27,6 +28,7 @@ from pallas_kernels.transfer import (
   replicate_lists,
   replicate_work,
   slots,
+  trees,
 )
 from pallas_kernels.transfer.slots import Links, Sizes, Slots
 from pallas_kernels.warp.branches import cond, one_if, when
@@ -44,11 +46,11 @@ class TransferLists(NamedTuple):
 
   Attributes:
     copying: for each group of arrays that travel together, the list that ``replicate`` works on.
-    reducing: the list that ``reduce_replicas`` works on; ``None`` if it was not asked for.
+    reducing: the list that ``reduce_replicas`` works on.
   """
 
   copying: tuple[Array, ...]
-  reducing: Array | None
+  reducing: Array
 
 
 def transfer_lists(
@@ -58,28 +60,29 @@ def transfer_lists(
   *,
   axis_name: AxisName,
   num_home: int,
-  expert_bytes: Sequence[int | None] = (),
-  reduces: bool = False,
+  expert_bytes: Sequence[int | None],
 ) -> TransferLists:
   """The work lists of this rank (inside a ``shard_map``).
 
   Args:
-    replica_expert_GS: ``[G, S]`` int32, as ``replicate`` takes it.
+    replica_expert_GS: ``[G, S]`` int32 with slots, as ``replicate`` takes it.
     parent_GS: ``[G, S]`` int32, likewise.
     home_rows_G: ``[G]`` int32, likewise; unless all groups have one turn.
     axis_name: the expert mesh axis, of size G.
     num_home: M, experts of a rank.
     expert_bytes: of an expert in each group of arrays that travel together, by which experts share
       turns; ``None``: all have one, as nothing waits for the first ones.
-    reduces: whether gradients travel, too.
 
   Raises:
+    NotImplementedError: a mesh that kernels cannot cross, or a plan too large for int32.
     ValueError, TypeError: the shape or the dtype of ``home_rows_G`` is wrong.
   """
+  num_ranks, num_slots = replica_expert_GS.shape
+  trees.check_place(num_ranks, num_slots, num_home, axis_name)
   together = (
     None if size is None else replicate_work.experts_together(size) for size in expert_bytes
   )
-  wanted = Wanted(num_home, tuple(together), reduces)
+  wanted = Wanted(num_home, tuple(together))
   return lists_of_rank(peers.rank(axis_name), replica_expert_GS, parent_GS, home_rows_G, wanted)
 
 
@@ -89,12 +92,10 @@ class Wanted(NamedTuple):
   Attributes:
     num_home: M.
     together: for each group of arrays, how many experts have a turn together; ``None``: all.
-    reduces: whether gradients travel, too.
   """
 
   num_home: int
   together: tuple[int | None, ...]
-  reduces: bool
 
 
 def lists_of_rank(
@@ -128,8 +129,7 @@ def by_xla(
     rows = None if each is None else home_rows_G
     turn_N = replicate_work.turns_of_slots(replica_expert_GS, rows, num_home, each or 1)
     copying.append(replicate_work.work_list(*plan, turn_N, rank, num_home))
-  reducing = reduce_work.work_list(*plan, rank, num_home) if wanted.reduces else None
-  return TransferLists(tuple(copying), reducing)
+  return TransferLists(tuple(copying), reduce_work.work_list(*plan, rank, num_home))
 
 
 # A function of its own: layers alike, not in a scan, lower and compile one kernel.
@@ -147,7 +147,7 @@ def _lists_by_kernel(
   operands = [replica_expert_GS.reshape(-1), parent_GS.reshape(-1), rank.reshape(1)]
   operands = varying.vary_alike(*operands, *([] if home_rows_G is None else [home_rows_G]))
   lengths = [replicate_work.Fields.length(sizes.slots, sizes.items)] * len(experts)
-  lengths += [reduce_work.Fields.length(*sizes)] * wanted.reduces
+  lengths.append(reduce_work.Fields.length(*sizes))
   shared = _Shared.lengths(sizes, max(lengths))
   lists = launch(
     functools.partial(_kernel, sizes=sizes, lengths=lengths, experts=experts),
@@ -156,13 +156,14 @@ def _lists_by_kernel(
     grid=(len(lengths),),
     grid_names=(_LIST_AXIS,),
     scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in jax.tree.leaves(shared)],
-    # Only this lowering leaves a warp its own control flow. The kernel reaches no other device.
+    # Only this lowering takes loads of each thread's own. The kernel reaches no other device.
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True
     ),
     kernel_name="transfer_lists",
   )
-  return TransferLists(tuple(lists[: len(experts)]), lists[-1] if wanted.reduces else None)
+  *copying, reducing = lists
+  return TransferLists(tuple(copying), reducing)
 
 
 class _Shared(NamedTuple):
@@ -202,12 +203,7 @@ def _kernel(*refs: Any, sizes: Sizes, lengths: Sequence[int], experts: Sequence[
   def reducing() -> None:
     reduce_lists.write(shared.reducing, plan_slots, shared.fields)
 
-  if len(experts) == len(lengths):
-    copying()
-  elif experts:
-    cond(block < len(experts), copying, reducing)
-  else:
-    reducing()
+  cond(block < len(experts), copying, reducing)
   for i, (out, length) in enumerate(zip(outs, lengths, strict=True)):
     when(block == i)(functools.partial(_store, out, length, shared.fields))
 

@@ -135,6 +135,7 @@ def reduction(
   buffer = plgpu.SMEM((tuning.workers, half), dtype)
   if work is None:
     work = work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
+  trees.check_list(work, Fields.length(num_ranks, num_slots, homes[0].shape[0]))
 
   def finish(results: Sequence[Array]) -> list[Array]:
     _, *sums = results

@@ -7,7 +7,7 @@ copies went from rank 0 to 1, and from there to 2 and 3::
   rank 1  slot, to rank 0  children: those of ranks 2 and 3
   rank 2  slot, to rank 1  none
 
-Here XLA makes the list, in about seven kernels. In a layer, ``lists`` makes all in one.
+Here XLA makes the list. Where slots are not too many, ``lists`` makes all of a layer's in a kernel.
 """
 
 from typing import Any

@@ -139,6 +139,7 @@ def replication(
     size = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
     turn_N = turns_of_slots(replica_expert_GS, home_rows_G, num_home, experts_together(size))
     work = work_list(replica_expert_GS, parent_GS, turn_N, peers.rank(axis_name), num_home)
+  trees.check_list(work, Fields.length(num_slots, replica_expert_GS.size))
   rows = [array.reshape(num_home, -1) for array in arrays] if flat else arrays
   work, *rows = varying.vary_alike(work, *rows)
   lists = plgpu.SMEM((tuning.workers, work.size), jnp.int32)

@@ -7,7 +7,7 @@ Rank 0 has experts 0 and 1. Expert 0 goes to ranks 1 and 2, and rank 1 sends it 
   rank 2   sends nothing                             waits for its slot
   rank 3   sends nothing                             waits for its slot
 
-Here XLA makes the list, in about six kernels. In a layer, ``lists`` makes all in one.
+Here XLA makes the list. Where slots are not too many, ``lists`` makes all of a layer's in a kernel.
 """
 
 import functools

@@ -113,7 +113,7 @@ class Slots(NamedTuple):
 
 
 def read(slots: Slots, expert_ref: Any, parent_ref: Any) -> None:
-  """Fills the links from a plan."""
+  """Fills the links from a legal plan: of others, indices could lie outside."""
   links, sizes = slots.links, slots.sizes
 
   def read_slot(place: Array) -> None:

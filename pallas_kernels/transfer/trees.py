@@ -98,9 +98,21 @@ def check(
   sizes = {home.shape[0] if home.ndim else 0 for home in homes}
   if len(sizes) > 1 or 0 in sizes:
     raise ValueError(f"{name}: expected one leading size M >= 1, got {sorted(sizes)}")
+  check_place(num_ranks, replica_expert_GS.shape[1], sum(sizes), axis_name)
+
+
+def check_place(num_ranks: int, num_slots: int, num_home: int, axis_name: AxisName) -> None:
+  """Raises NotImplementedError for a mesh that kernels cannot cross, or a plan too large."""
   support.check_mesh(axis_name)
-  if most_turns(num_ranks, replica_expert_GS.shape[1], sum(sizes)) < 1:
-    raise NotImplementedError(f"replica_expert_GS: too large for int32: {replica_expert_GS.shape}")
+  if most_turns(num_ranks, num_slots, num_home) < 1:
+    shape = num_ranks, num_slots
+    raise NotImplementedError(f"replica_expert_GS: too large for int32: {shape}")
+
+
+def check_list(work: Array, length: int) -> None:
+  """Raises ValueError unless a work list is as long as one of the plan and the arrays is."""
+  if work.shape != (length,):
+    raise ValueError(f"work: expected shape ({length},), got {work.shape}")
 
 
 def most_turns(num_ranks: int, num_slots: int, num_home: int) -> int:

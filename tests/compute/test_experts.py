@@ -76,7 +76,7 @@ class Replicas:
   def __init__(self, copies):
     self.filled_S = lambda: jnp.ones(copies.wo.shape[0], bool)
     self.copies = lambda: copies
-    self.copying = lambda arrays, flat=True: None
+    self.copying = lambda arrays, which, flat=True: None
     self.reducing = lambda replica_grads, home_grads, quarters: None
 
   def reduce(self, replica_grads, home_grads):

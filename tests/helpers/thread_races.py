@@ -1,4 +1,4 @@
-"""Finds barriers that a kernel of one warpgroup a block lacks, while it is interpreted.
+"""Finds barriers that a kernel of one warpgroup a block lacks, and indices outside of vectors.
 
 The interpreter runs the 128 threads in step, so a thread sees what another one has just written
 even where a GPU would need a barrier. ``watched`` notes which thread touches which element with
@@ -46,12 +46,15 @@ class Watch:
       self.accesses.get(place, set()).difference_update(others)
     return token
 
-  def touch(self, effect: str, line: str, token: Any, key: Any, *args: Any) -> Any:
+  def touch(self, effect: str, line: str, size: int, token: Any, key: Any, *args: Any) -> Any:
     kind, from_peer = effect.removesuffix("_at_peer"), effect.endswith("_at_peer")
     index, value, mask = (np.broadcast_to(arg, warps.THREADS).tolist() for arg in args)
     vector = tuple(np.delete(np.asarray(key), mosaic_interpret._REFERENCES).tolist())
     for place in range(warps.THREADS):
       if not mask[place]:
+        continue
+      if not 0 <= index[place] < size:  # where the interpreter takes another element
+        self.races.add((line, "outside", kind))
         continue
       thread, written = _PEER if from_peer else place, value[place]
       others = self.accesses.setdefault((vector, index[place]), set())
@@ -76,7 +79,8 @@ def watched() -> Iterator[Watch]:
   """Watches the kernels traced inside.
 
   Raises:
-    AssertionError: on leaving, if two threads met at an element, or no barrier was seen.
+    AssertionError: on leaving, if two threads met at an element, one touched what lies outside of a
+      vector, or no barrier was seen.
   """
   mosaic_interpret.install()
   watch, call, swap = Watch(), mosaic_interpret._call_twin, gpu_callbacks._swap
@@ -93,7 +97,8 @@ def watched() -> Iterator[Watch]:
       line = _line(eqn.source_info.traceback)
       key, _ = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, args[0], ())
       index, value, mask = (*args[1:4], 0, 1) if effect == "read" else args[1:4]
-      touch = functools.partial(watch.touch, effect, line)
+      (size,) = eqn.invars[0].aval.inner_aval.shape
+      touch = functools.partial(watch.touch, effect, line, size)
       token = callback.io_callback(touch, shape, token, key, index, value, mask)
     return call(self, eqn, token, values)
 

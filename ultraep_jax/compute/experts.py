@@ -71,7 +71,6 @@ def transfer_lists(
       axis_name=axis_name,
       num_home=home.wo.shape[0],
       expert_bytes=sizes,
-      reduces=True,
     )
 
   candidates = {"mosaic_gpu": by_kernel, "portable": lambda: None}

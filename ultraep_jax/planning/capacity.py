@@ -15,7 +15,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Array, Plan
 
 _ROW_UNIT = 8  # of rows that kernels take
-_TILE_ROWS = 64  # of many: no kernel copies gates to pad them
+_TILE_ROWS = 64  # of many rows, as of the kernels' tiles: none copies gates to pad them
 _TIGHT, _AMPLE = 1.25, 2  # rows over the mean
 # Bytes of tokens, by ``capacity_factor="auto"``. The rows that a layer keeps for its gradients stay
 # until the backward pass, those of a layer without gradients until its end.
