@@ -126,8 +126,7 @@ def by_xla(
   """The same without a kernel."""
   num_home, plan, copying = wanted.num_home, (replica_expert_GS, parent_GS), []
   for each in wanted.together:
-    rows = None if each is None else home_rows_G
-    turn_N = replicate_work.turns_of_slots(replica_expert_GS, rows, num_home, each or 1)
+    turn_N = replicate_work.turns_of_slots(replica_expert_GS, home_rows_G, num_home, each)
     copying.append(replicate_work.work_list(*plan, turn_N, rank, num_home))
   return TransferLists(tuple(copying), reduce_work.work_list(*plan, rank, num_home))
 

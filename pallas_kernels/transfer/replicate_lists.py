@@ -107,10 +107,11 @@ def _meet(shared: Shared, slots: Slots, item: Item) -> None:
   min_at(shared.first, item.expert, lookup(shared.wanted, item.index), item.filled)
   forwards = lookup(slots.links.forwards, item.index) > 0
   sender = _sender(slots, item, lookup(slots.links.feeder, item.index))
-  put_at(shared.relays, where(item.filled, sender, 0), 1, item.filled & forwards)
+  put_at(shared.relays, sender, 1, item.filled & forwards)
 
 
 def _sender(slots: Slots, item: Item, feeder: Array) -> Array:
+  """Who sends a slot its copy, of homes and slots; without a feeder, the expert's home."""
   return where(feeder >= 0, feeder + slots.sizes.experts, item.expert)
 
 
@@ -137,7 +138,7 @@ def _order(shared: Shared, slots: Slots, item: Item) -> None:
   """Keys of copies: by turn, by depth, those of sources with forwarded ones first, and these."""
   copy, sizes, links = slots.copy(item), slots.sizes, slots.links
   group = lookup(shared.turn, item.index) * sizes.ranks + lookup(links.depth, item.index)
-  sender = where(copy.mine, _sender(slots, item, copy.feeder), 0)
+  sender = _sender(slots, item, copy.feeder)
   group = group * 2 + 1 - lookup(shared.relays, sender)
   group = 2 * (group * sizes.sources + copy.source)
   key = (group + 1 - lookup(links.forwards, item.index)) * sizes.items + item.index
@@ -146,7 +147,7 @@ def _order(shared: Shared, slots: Slots, item: Item) -> None:
 
 def _find_ends(shared: Shared, slots: Slots, item: Item) -> None:
   copy = slots.copy(item)
-  sender = where(copy.mine, _sender(slots, item, copy.feeder), 0)
+  sender = _sender(slots, item, copy.feeder)
   place = _keys_before(shared, slots.sizes, lookup(shared.key, item.index))
   put_at(shared.place, item.index, place, item.exists)
   min_at(shared.begin, sender, place, copy.mine)
@@ -161,7 +162,7 @@ def _write_fields(shared: Shared, slots: Slots, fields_ref: Any, item: Item) -> 
   add_at(fields_ref, item.index * 0 + Fields.COUNT, 1, copy.mine)
   add_at(fields_ref, item.index * 0 + Fields.INVOLVED, 1, copy.mine | own)
   put_at(fields_ref, where(own, item.index - slots.rank * sizes.slots, 0) + Fields.FILLED, 1, own)
-  sender = where(copy.mine, _sender(slots, item, copy.feeder), 0)
+  sender = _sender(slots, item, copy.feeder)
   values = {
     Fields.CHILD: item.index,
     Fields.SOURCE: copy.source,

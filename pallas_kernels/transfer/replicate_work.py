@@ -57,15 +57,16 @@ def experts_together(expert_bytes: int) -> int:
 
 
 def turns_of_slots(
-  replica_expert_GS: Array, home_rows_G: Array | None, num_home: int, together: int = 1
+  replica_expert_GS: Array, home_rows_G: Array | None, num_home: int, together: int | None = 1
 ) -> Array:
   """``[N]``, when each slot's expert is sent: by the least rows of the ranks that get it.
 
-  So many experts have a turn ``together``, or more if int32 has no room for so many turns.
+  So many experts have a turn ``together``, or more if int32 has no room for so many turns; all
+  have one without rows, or with ``None``.
   """
   num_ranks, num_slots = replica_expert_GS.shape
   size = num_ranks * num_slots
-  if home_rows_G is None:
+  if home_rows_G is None or together is None:
     return jnp.zeros(size, jnp.int32)
   check_rows(home_rows_G, num_ranks)
   # Rows in sixteenths: ranks of about as many rows take turns.
