@@ -1,28 +1,31 @@
 """Runs a bench with programs that were compiled elsewhere, where there may be no GPU.
 
-A layer's program with gradients takes minutes to compile and, once that is done, a second to load::
+A layer's program with gradients takes a quarter of a minute to trace and minutes to compile. Once
+that is done, it takes a second to load::
 
     python tests/compiled_elsewhere.py make programs --gpu h200 --topology 1x1x4 matrix --ratios 1
     python tests/compiled_elsewhere.py run programs matrix --ratios 1
 
-The first needs what ``ultraep bench compile`` needs. A program is found by its text, which has
-the paths and lines of the source in its kernels: so both need the same package at the same path
-and the same jax. The lines are those of the first program that traced a kernel, so both also need
-the same shapes, variants and passes in the same order. What is not found is compiled. Programs with
-attention by cuDNN cannot be made.
-Seen with jax 0.11.2, programs made for H200 on a machine without a GPU and run on four.
+The first needs what ``ultraep bench compile`` needs. A program's file is named by what it is for,
+by the sources of the package and by the version of jax: a program of other code is not found. What
+is not found is compiled. Programs with attention by cuDNN cannot be made.
+Seen with jax 0.11.2, programs made for H200 and H100 on a machine without a GPU and run on four.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
 import pickle
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -33,18 +36,24 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
+import ultraep_jax
 from ultraep_jax import cli
 from ultraep_jax.bench.compile import targets
 from ultraep_jax.bench.layer import command as layer
-from ultraep_jax.bench.layer import problem
+from ultraep_jax.bench.layer import problem, times
+from ultraep_jax.bench.matrix import cells, programs
 from ultraep_jax.bench.matrix import command as matrix
 from ultraep_jax.bench.stress import command as stress
 from ultraep_jax.bench.stress import layer as stress_layer
 from ultraep_jax.tools import processes
 
-Compile = Callable[..., Any]
 BENCHES = {"layer": layer, "matrix": matrix, "stress": stress}
 COMPARISONS = tuple(stress._COMPARISONS)
+# Arguments of the layer's bench that say which programs it runs or what becomes of the times. What
+# else a program depends on is in its name.
+_CHOOSING = {"shapes", "ratios", "passes", "variants", "repeats", "json", "plot", "statistics"}
+_CHOOSING |= {"check", "profile", "bounds", "memory", "compile_workers", "processes"}
 
 
 class Abstract(jax.ShapeDtypeStruct):
@@ -74,13 +83,13 @@ def main() -> int:
   parser.add_argument("bench", choices=list(BENCHES))
   args, rest = parser.parse_known_args()
   if args.action == "run":
-    with loading(args.folder):
+    with using(Folder(args.folder, makes=False)):
       return cli.main(["bench", args.bench, *rest])
   if not args.here:  # in a process that asks for no GPU
     command = [sys.executable, __file__, "make", "--here", *sys.argv[2:]]
     return subprocess.run(command, env=targets.environment(), check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
-  with saving(args.folder), pretending(devices):
+  with using(Folder(args.folder, makes=True)), pretending(devices):
     make(args.bench, rest)
   return 0
 
@@ -93,58 +102,152 @@ def make(bench: str, arguments: list[str]) -> None:
       BENCHES[bench].main([*arguments, *(["--parts", part] if part else [])])
 
 
-@contextlib.contextmanager
-def saving(folder: pathlib.Path) -> Iterator[None]:
-  """Whatever is compiled is written to the folder, unless it is there."""
-  folder.mkdir(parents=True, exist_ok=True)
-
-  def compile_and_save(name: str, compile_it: Compile) -> None:
-    path = folder / name
-    if not path.exists():
-      part = path.with_suffix(f".{os.getpid()}")
-      compiled = compile_it()
-      devices = len(jax.tree.leaves(compiled.output_shardings)[0].device_set)
-      part.write_bytes(pickle.dumps((devices, serialize_executable.serialize(compiled))))
-      part.rename(path)
-
-  with compiling(compile_and_save):
-    yield
+@functools.cache
+def code() -> str:
+  """What changes with the package's sources and with jax."""
+  digest = hashlib.sha256(jax.__version__.encode())
+  for package in (pallas_kernels, ultraep_jax):
+    (root,) = map(pathlib.Path, package.__path__)
+    for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".json")):
+      digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+  return digest.hexdigest()[:12]
 
 
-@contextlib.contextmanager
-def loading(folder: pathlib.Path) -> Iterator[None]:
-  """What would be compiled is read from the folder, if it is there."""
-
-  def load(name: str, compile_it: Compile) -> Any:
-    path = folder / name
-    if not path.exists():
-      return compile_it()
-    devices, saved = pickle.loads(path.read_bytes())
-    return serialize_executable.deserialize_and_load(
-      *saved, execution_devices=jax.devices()[:devices]
-    )
-
-  with compiling(load):
-    yield
+def digest_of(*values: Any) -> str:
+  return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 
-def key(program: Any) -> str:
-  """The name of a lowered program's file."""
-  return hashlib.sha256(program.as_text().encode()).hexdigest()[:24]
+def write(path: pathlib.Path, data: bytes) -> None:
+  """Whole, or not at all."""
+  part = path.parent / f"{path.name}.{os.getpid()}.{threading.get_ident()}"
+  part.write_bytes(data)
+  part.rename(path)
 
 
-@contextlib.contextmanager
-def compiling(way: Callable[[str, Compile], Any]) -> Iterator[None]:
-  """Programs are compiled in this way: a function of a program's key and of how JAX compiles it."""
-  compiles = jax.stages.Lowered.compile
+@dataclasses.dataclass(frozen=True)
+class Folder:
+  """Programs in files.
 
-  def compile_it(self: Any, *args: Any, **options: Any) -> Any:
-    start, name = time.perf_counter(), key(self)
-    compiled = way(name, lambda: compiles(self, *args, **options))
-    print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+  Attributes:
+    path: of the folder.
+    makes: whether what is not there is compiled and written, and what is there left alone;
+      otherwise what is there is loaded, and what is not is compiled and forgotten.
+  """
+
+  path: pathlib.Path
+  makes: bool
+
+  def __post_init__(self) -> None:
+    self.path.mkdir(parents=True, exist_ok=True)
+
+  def file(self, *name: Any) -> pathlib.Path:
+    return self.path / "_".join(map(str, (*name, code())))
+
+  def program(self, path: pathlib.Path, lower: Callable[[], Any]) -> "Program":
+    """In place of a lowered one, which is traced now if it is to be made."""
+    if self.makes and not path.exists():
+      lowered = lower()
+      return Program(path, lambda: lowered, makes=True)
+    return Program(path, lower, self.makes)
+
+  def group(self, ranks: int, group: cells.Group) -> pathlib.Path:
+    """The file of a group of the matrix."""
+    return self.file("matrix", ranks, *group)
+
+
+_lowering = threading.Lock()  # who traces hides warnings of the whole process
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program that is read from its file when it would be compiled."""
+
+  path: pathlib.Path
+  lower: Callable[[], Any]
+  makes: bool
+
+  def compile(self) -> Any:
+    start, there = time.perf_counter(), self.path.exists()
+    if there:
+      compiled = None if self.makes else load(self.path)
+    else:
+      with _lowering:
+        lowered = self.lower()
+      compiled = lowered.compile()
+      if self.makes:
+        write(self.path, pickle.dumps(saved(compiled)))
+    way = "there" if there else "compiled"
+    print(f"{self.path.name}: {way}, {time.perf_counter() - start:.1f} s", flush=True)
     return compiled
 
-  with mock.patch.object(jax.stages.Lowered, "compile", compile_it):
+
+def saved(compiled: Any) -> tuple[int, Any]:
+  """How many devices a program is for, and its parts."""
+  devices = len(jax.tree.leaves(compiled.output_shardings)[0].device_set)
+  return devices, serialize_executable.serialize(compiled)
+
+
+def load(path: pathlib.Path) -> Any:
+  return loaded(pickle.loads(path.read_bytes()))
+
+
+def loaded(parts: tuple[int, Any]) -> Any:
+  devices, whole = parts
+  return serialize_executable.deserialize_and_load(
+    *whole, execution_devices=jax.devices()[:devices]
+  )
+
+
+def make_group(path: pathlib.Path, mesh: jax.sharding.Mesh, group: cells.Group, *rest: Any) -> None:
+  """Compiles the programs of a group of the matrix into a file."""
+  made = programs.compile_group(mesh, group, *rest)
+  named = {**made.variants, programs._SCALARS: made.scalars}
+  write(path, pickle.dumps({name: saved(each) for name, each in named.items()}))
+
+
+def load_group(path: pathlib.Path, group: cells.Group) -> programs.Programs:
+  """The programs of a group of the matrix."""
+  whole = pickle.loads(path.read_bytes())
+  with futures.ThreadPoolExecutor() as pool:
+    named = dict(zip(whole, pool.map(loaded, whole.values()), strict=True))
+  scalars = named.pop(programs._SCALARS)
+  return programs.Programs(named, scalars, programs._calls(group))
+
+
+@contextlib.contextmanager
+def using(folder: Folder) -> Iterator[None]:
+  """Benches write programs to the folder, or read them from it."""
+  lower, compile_group = times.Programs._lower, matrix.compile_group
+
+  def lower_layer(self: Any, case: Any, problem: Any, variant: str) -> Program:
+    arguments = {name: value for name, value in vars(self.args).items() if name not in _CHOOSING}
+    sizes = digest_of(sorted(arguments.items()), self.mesh.shape_tuple)
+    path = folder.file("layer", *self.key(case, problem, variant), sizes)
+    return folder.program(path, functools.partial(lower, self, case, problem, variant))
+
+  def group_of_matrix(mesh: Any, group: cells.Group, *rest: Any) -> Any:
+    path = folder.group(mesh.size, group)
+    if not folder.makes:
+      return load_group(path, group) if path.exists() else compile_group(mesh, group, *rest)
+    return None if path.exists() else make_group(path, mesh, group, *rest)
+
+  def compare(calls: Sequence[tuple[Any, tuple[Any, ...]]], say: stress_layer.Say) -> list[Any]:
+    start, ready = time.perf_counter(), dict[Any, Program]()
+    for function, arguments in calls:
+      if function not in ready:
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)]
+        path = folder.file("stress", *say.args, len(ready), digest_of(shapes))  # pyright: ignore
+        ready[function] = folder.program(path, functools.partial(function.lower, *arguments))
+    with futures.ThreadPoolExecutor() as pool:
+      compiled = dict(zip(ready, pool.map(Program.compile, ready.values()), strict=True))
+    say(f"{len(compiled)} programs in {time.perf_counter() - start:.1f} s")
+    return [compiled[function] for function, _ in calls]
+
+  with (
+    mock.patch.object(times.Programs, "_lower", lower_layer),
+    mock.patch.object(matrix, "compile_group", group_of_matrix),
+    mock.patch.object(stress_layer, "_compiled", compare),
+  ):
     yield
 
 
@@ -167,7 +270,7 @@ def pretending(devices: list[Any]) -> Iterator[None]:
   ) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(sizes), names, axis_types=axis_types)
 
-  def only(compile_them: Compile) -> Compile:
+  def only(compile_them: Callable[..., Any]) -> Callable[..., Any]:
     def compile_only(*args: Any) -> None:
       compile_them(*args)
       raise Made("compiled")

@@ -6,6 +6,7 @@ To compile a group takes a minute or more, to measure it a few seconds::
 
 Groups are measured in the order in which their programs are there. They are in the folder then: a
 second run of the same commit goes on where this one ended, and measures only what is asked for.
+``compiled_elsewhere`` has the same files.
 What is behind ``--`` is for the bench. Needs what ``ultraep bench compile`` needs, on the GPUs.
 Seen on four H100 with jax 0.11.2: 73 groups were compiled in 490 s by 26 processes on 64 cores.
 """
@@ -14,24 +15,20 @@ import argparse
 import contextlib
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from typing import Any
 from unittest import mock
 
 import compiled_elsewhere
 import jax
 import numpy as np
-from jax.experimental import serialize_executable
+from compiled_elsewhere import Folder
 
 from ultraep_jax.bench.compile import targets
-from ultraep_jax.bench.matrix import cells, command, programs
-
-_FAILED = "failed"
+from ultraep_jax.bench.matrix import cells, command
 
 
 def main() -> int:
@@ -43,11 +40,12 @@ def main() -> int:
   parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
   args, bench = parser.parse_known_args()
   bench = [word for word in bench if word != "--"]
-  args.folder.mkdir(parents=True, exist_ok=True)
   if args.worker is not None:
     devices = targets.devices(args.gpu, f"1x1x{args.ranks}")
-    with compiled_elsewhere.pretending(devices), making(args.folder, args.worker, args.workers):
+    folder = Folder(args.folder, makes=True)
+    with compiled_elsewhere.pretending(devices), making(folder, args.worker, args.workers):
       return command.main(bench)
+  folder = Folder(args.folder, makes=False)
   environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
   command_line = [sys.executable, __file__, *sys.argv[1:]]
   place = command_line.index("--") if "--" in command_line else len(command_line)
@@ -57,7 +55,7 @@ def main() -> int:
     with (args.folder / f"worker_{worker}.log").open("w") as log:
       workers.append(subprocess.Popen(line, env=environment, stdout=log, stderr=log))
   try:
-    with finding(args.folder, lambda: any(process.poll() is None for process in workers)):
+    with finding(folder, args.ranks, lambda: any(process.poll() is None for process in workers)):
       return command.main([*bench, "--ranks", str(args.ranks)])
   finally:
     for process in workers:
@@ -65,20 +63,18 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def making(folder: pathlib.Path, worker: int, workers: int) -> Iterator[None]:
+def making(folder: Folder, worker: int, workers: int) -> Iterator[None]:
   """The bench compiles every so manieth group, and measures none."""
 
   def compile_group(mesh: Any, group: cells.Group, *arguments: Any) -> None:
-    if not (folder / name_of(group)).exists():
+    path = folder.group(mesh.size, group)
+    if not path.exists():
       jax.clear_caches()
       try:
-        made = programs.compile_group(mesh, group, *arguments)
+        compiled_elsewhere.make_group(path, mesh, group, *arguments)
       except Exception as error:
-        write(folder / f"{name_of(group)}.{_FAILED}", repr(error).encode())
+        compiled_elsewhere.write(failed(path), repr(error).encode())
         raise
-      named = {**made.variants, programs._SCALARS: made.scalars}
-      whole = {name: serialize_executable.serialize(each) for name, each in named.items()}
-      write(folder / name_of(group), pickle.dumps(whole))
     raise compiled_elsewhere.Made("compiled")
 
   def share(*arguments: Any, **options: Any) -> dict[cells.Group, list[cells.Cell]]:
@@ -101,28 +97,14 @@ def no_choices(_: int, __: str, ___: str, ____: int, ranks: int, tokens: int, to
 
 
 @contextlib.contextmanager
-def finding(folder: pathlib.Path, compiling: Callable[[], bool]) -> Iterator[None]:
+def finding(folder: Folder, ranks: int, compiling: Callable[[], bool]) -> Iterator[None]:
   """The bench loads programs from the folder, and takes the groups as they come."""
 
-  def compile_group(mesh: Any, group: cells.Group, *_: Any) -> programs.Programs:
-    whole = pickle.loads((folder / name_of(group)).read_bytes())
-    devices = list(mesh.devices.flat)
-
-    def load(saved: Any) -> Any:
-      return serialize_executable.deserialize_and_load(*saved, execution_devices=devices)
-
-    with futures.ThreadPoolExecutor() as pool:
-      loaded = dict(zip(whole, pool.map(load, whole.values()), strict=True))
-    scalars = loaded.pop(programs._SCALARS)
-    return programs.Programs(loaded, scalars, programs._calls(group))
-
   def choose(*arguments: Any, **options: Any) -> "Arriving":
-    return Arriving(cells.choose(*arguments, **options), folder, compiling)
+    chosen = cells.choose(*arguments, **options)
+    return Arriving(chosen, lambda group: folder.group(ranks, group), compiling)
 
-  with (
-    mock.patch.object(command, "choose", choose),
-    mock.patch.object(command, "compile_group", compile_group),
-  ):
+  with compiled_elsewhere.using(folder), mock.patch.object(command, "choose", choose):
     yield
 
 
@@ -132,38 +114,32 @@ class Arriving(dict[cells.Group, Sequence[cells.Cell]]):
   def __init__(
     self,
     groups: dict[cells.Group, list[cells.Cell]],
-    folder: pathlib.Path,
+    path_of: Callable[[cells.Group], pathlib.Path],
     compiling: Callable[[], bool],
   ):
     super().__init__(groups)
-    self.folder, self.compiling = folder, compiling
+    self.path_of, self.compiling = path_of, compiling
 
   def items(self) -> Any:
     left = dict(super().items())
     while left:
       last = not self.compiling()
       for group in list(left):
-        failed = self.folder / f"{name_of(group)}.{_FAILED}"
-        if failed.exists():
-          print(f"{group}: {failed.read_text()[:200]}", flush=True)
+        path = self.path_of(group)
+        if failed(path).exists():
+          print(f"{group}: {failed(path).read_text()[:200]}", flush=True)
           del left[group]
-        elif (self.folder / name_of(group)).exists():
+        elif path.exists():
           yield group, left.pop(group)
       if last and left:
-        print(f"nothing compiles any more; see {self.folder}/worker_*.log: {list(left)}")
+        print(f"nothing compiles any more; see worker_*.log beside programs: {list(left)}")
         return
       time.sleep(0.2)
 
 
-def name_of(group: cells.Group) -> str:
-  return "_".join(map(str, group))
-
-
-def write(path: pathlib.Path, data: bytes) -> None:
-  """Whole, or not at all."""
-  part = path.parent / f"{path.name}.part"
-  part.write_bytes(data)
-  part.rename(path)
+def failed(path: pathlib.Path) -> pathlib.Path:
+  """Says why a group could not be compiled."""
+  return path.with_name(f"{path.name}.failed")
 
 
 if __name__ == "__main__":

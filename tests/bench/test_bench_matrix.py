@@ -11,7 +11,13 @@ from ultraep_jax.bench.layer.problem import SHAPES, Shape
 from ultraep_jax.bench.matrix import command, report
 from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, choose
 from ultraep_jax.bench.matrix.floor import Rates, floor
-from ultraep_jax.bench.matrix.loads import choices, highest_ratio, imbalance, load_matrix
+from ultraep_jax.bench.matrix.loads import (
+  choices,
+  enough_warmth,
+  highest_ratio,
+  imbalance,
+  load_matrix,
+)
 from ultraep_jax.tools.errors import CommandError
 
 
@@ -49,6 +55,17 @@ def test_choices_have_the_ratio_and_are_distinct(kind, ratio):
   assert imbalance(index, experts, ranks) == pytest.approx(want, abs=slack)
   assert load_matrix(index, experts, ranks).sum() == index.size
   assert not np.array_equal(index, choices(1, kind, ratio, experts, ranks, tokens, top_k))
+
+
+@pytest.mark.parametrize(("home", "others", "top_k"), [(8, 24, 4), (2, 6, 4), (4, 2, 5)])
+def test_warmth_says_how_many_experts_of_the_busiest_rank_are_chosen(home, others, top_k):
+  score_AE = np.random.default_rng(0).normal(size=(100, home + others)).astype(np.float32)
+  enough_AM = enough_warmth(score_AE, home, top_k)
+  for warmth in (-30.0, -1.0, 0.0, 0.7, 30.0):
+    warm_AE = score_AE + warmth * (np.arange(home + others) < home)
+    chosen_AK = np.argsort(-warm_AE, axis=1)[:, :top_k]
+    counts_A = np.count_nonzero(enough_AM < warmth, axis=1)
+    np.testing.assert_array_equal(counts_A, np.count_nonzero(chosen_AK < home, axis=1))
 
 
 def test_floor_is_that_of_its_parts():

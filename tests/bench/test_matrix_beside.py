@@ -1,11 +1,13 @@
 """The matrix whose programs other processes compile: what they write, and who waits for it."""
 
+import functools
 import pickle
 
 import compiled_elsewhere
 import jax
 import matrix_beside
 import pytest
+from compiled_elsewhere import Folder
 
 from ultraep_jax.bench.matrix import command, programs
 from ultraep_jax.bench.matrix.cells import Cell, Group
@@ -18,15 +20,23 @@ def make(folder, worker):
   json = str(folder / "rows.json")
   with (
     compiled_elsewhere.pretending(jax.devices()[:2]),
-    matrix_beside.making(folder, worker, workers=2),
+    matrix_beside.making(Folder(folder, makes=True), worker, workers=2),
   ):
     command.main([*ARGUMENTS.split(), "--shapes", "olmoe", "qwen3-30b", "--json", json])
+
+
+def path_of(folder, group):
+  return Folder(folder, makes=False).group(2, group)
+
+
+def arriving_of(folder, cells, compiling):
+  return matrix_beside.Arriving(cells, functools.partial(path_of, folder), compiling)
 
 
 def test_a_worker_writes_all_programs_of_its_groups_and_nothing_else(tmp_path):
   make(tmp_path, 1)
   (path,) = tmp_path.iterdir()
-  assert path.name == matrix_beside.name_of(GROUPS[1])
+  assert path == path_of(tmp_path, GROUPS[1])
   expected = {*programs.variants(2, "auto"), programs._SCALARS}
   assert set(pickle.loads(path.read_bytes())) == expected
 
@@ -38,28 +48,28 @@ def test_a_group_that_cannot_be_compiled_is_told_of(tmp_path, monkeypatch, capsy
   monkeypatch.setattr(programs, "_lowered", refuse)
   make(tmp_path, 0)
   cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
-  matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
-  arriving = matrix_beside.Arriving(cells, tmp_path, lambda: True)
+  path_of(tmp_path, GROUPS[1]).write_bytes(b"")
+  arriving = arriving_of(tmp_path, cells, lambda: True)
   assert list(arriving.items()) == [(GROUPS[1], cells[GROUPS[1]])]
   assert "too large" in capsys.readouterr().out
 
 
 def test_groups_come_as_their_programs_do(tmp_path, monkeypatch):
   cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
-  matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
+  path_of(tmp_path, GROUPS[1]).write_bytes(b"")
 
   def later(_):
-    matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[0]), b"")
+    path_of(tmp_path, GROUPS[0]).write_bytes(b"")
 
   monkeypatch.setattr(matrix_beside.time, "sleep", later)
-  arriving = matrix_beside.Arriving(cells, tmp_path, lambda: True)
+  arriving = arriving_of(tmp_path, cells, lambda: True)
   assert [group for group, _ in arriving.items()] == GROUPS[::-1] and len(arriving) == 2
 
 
 def test_groups_are_not_waited_for_once_all_processes_have_ended(tmp_path, capsys):
   cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
-  matrix_beside.write(tmp_path / matrix_beside.name_of(GROUPS[1]), b"")
-  arriving = matrix_beside.Arriving(cells, tmp_path, lambda: False)
+  path_of(tmp_path, GROUPS[1]).write_bytes(b"")
+  arriving = arriving_of(tmp_path, cells, lambda: False)
   assert [group for group, _ in arriving.items()] == GROUPS[1:]
   assert "olmoe" in capsys.readouterr().out
 
@@ -76,10 +86,10 @@ def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypat
   def refuse(*_, **__):
     pytest.fail("compiled")
 
-  monkeypatch.setattr(matrix_beside.serialize_executable, "deserialize_and_load", load)
+  monkeypatch.setattr(compiled_elsewhere.serialize_executable, "deserialize_and_load", load)
   monkeypatch.setattr(programs, "_lowered", refuse)
   mesh = jax.sharding.Mesh(jax.devices()[:2], ("expert",))
-  with matrix_beside.finding(tmp_path, lambda: True):
+  with matrix_beside.finding(Folder(tmp_path, makes=False), 2, lambda: True):
     found = command.compile_group(mesh, GROUPS[0], "auto", ())
   assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 32
   assert len(loaded) == len(found.variants) + 1

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -83,12 +83,19 @@ def random_normal(
   mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int, spec: P | None = None
 ) -> Array:
   """bfloat16, the leading axis over the experts' ranks; each rank makes its own part."""
+  make = _random_normal(sizes, NamedSharding(mesh, spec or P(AXIS)))
+  return make(jax.random.key(seed), scale)
 
-  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, spec or P(AXIS)))
-  def make_array(key: Array) -> Array:
+
+@functools.cache  # else every array has a program of its own
+def _random_normal(
+  sizes: tuple[int, ...], sharding: NamedSharding
+) -> Callable[[Array, float], Array]:
+  @functools.partial(jax.jit, out_shardings=sharding)
+  def make(key: Array, scale: float) -> Array:
     return (scale * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
 
-  return make_array(jax.random.key(seed))
+  return make
 
 
 @dataclasses.dataclass(frozen=True)

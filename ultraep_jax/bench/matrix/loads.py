@@ -71,12 +71,35 @@ def _independent(
     score_AE = noise_AE + (popularity_E + warmth * (np.arange(experts) < home)).astype(np.float32)
     return np.argpartition(-score_AE, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
+  enough_AM = enough_warmth(noise_AE + popularity_E.astype(np.float32), home, top_k)
   low, high = 0.0, 20.0
   for _ in range(10):  # the share of rank 0 grows with its warmth
     middle = (low + high) / 2
-    share = np.mean(draw(middle) < home)
+    share = np.count_nonzero(enough_AM < middle) / (len(noise_AE) * top_k)
     low, high = (middle, high) if share * ranks < ratio else (low, middle)
   return draw(low if ratio == 1 else high)
+
+
+def enough_warmth(score_AE: np.ndarray, home: int, top_k: int) -> np.ndarray:
+  """From what on, added to scores of rank 0, a token chooses one more expert of that rank.
+
+  That is when its i-th best expert there is above the (K + 1 − i)-th best of all others.
+
+  Args:
+    score_AE: ``[A, E]`` float32, of each token for each expert; the best K are chosen.
+    home: M, experts of rank 0, the first ones.
+    top_k: K.
+
+  Returns:
+    ``[A, min(M, K)]`` float32, rising: of all that are below a warmth each is one choice more.
+  """
+  here_AM, others_AX = -score_AE[:, :home], -score_AE[:, home:]
+  count = min(home, top_k)
+  here_AM = np.sort(np.partition(here_AM, count - 1, axis=1)[:, :count], axis=1)
+  others_AK = np.full((len(score_AE), top_k), np.inf, np.float32)  # −score of an expert that is not
+  known = min(others_AX.shape[1], top_k)
+  others_AK[:, :known] = np.sort(np.partition(others_AX, known - 1, axis=1)[:, :known], axis=1)
+  return here_AM - others_AK[:, ::-1][:, :count]
 
 
 def _log_sum(values_GM: np.ndarray) -> np.ndarray:
