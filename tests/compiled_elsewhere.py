@@ -87,7 +87,8 @@ def main() -> int:
       return cli.main(["bench", args.bench, *rest])
   if not args.here:  # in a process that asks for no GPU
     command = [sys.executable, __file__, "make", "--here", *sys.argv[2:]]
-    return subprocess.run(command, env=targets.environment(), check=False).returncode
+    environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
   with using(Folder(args.folder, makes=True)), pretending(devices):
     make(args.bench, rest)
@@ -236,7 +237,8 @@ def using(folder: Folder) -> Iterator[None]:
     for function, arguments in calls:
       if function not in ready:
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)]
-        path = folder.file("stress", *say.args, len(ready), digest_of(shapes))  # pyright: ignore
+        (part,) = say.args  # pyright: ignore[reportFunctionMemberAccess]
+        path = folder.file("stress", part.rstrip(":"), len(ready), digest_of(shapes))
         ready[function] = folder.program(path, functools.partial(function.lower, *arguments))
     with futures.ThreadPoolExecutor() as pool:
       compiled = dict(zip(ready, pool.map(Program.compile, ready.values()), strict=True))

@@ -1,0 +1,90 @@
+"""The figures of a host: what is run in which order, and what is compiled before."""
+
+import argparse
+import shlex
+import types
+
+import measure_host
+import pytest
+from measure_host import STEPS, Makers, Step
+
+from ultraep_jax import cli
+from ultraep_jax.bench.matrix import cells
+from ultraep_jax.bench.prefill import command as prefill
+from ultraep_jax.bench.train import command as train
+from ultraep_jax.tools import processes
+
+
+def arguments(tmp_path, *steps, **changes):
+  usual = {"programs": tmp_path, "results": tmp_path, "gpu": "h100", "ranks": 4, "workers": 0}
+  return argparse.Namespace(**usual | {"steps": steps} | changes)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_bench_takes_the_arguments_of_a_step_and_of_its_parts(name, monkeypatch):
+  monkeypatch.setattr(processes, "run", lambda *_: 0)
+  for command in (prefill, train):
+    monkeypatch.setattr(command, "run", lambda _: 0)
+  assert cli.main(["bench", *shlex.split(STEPS[name].bench)]) == 0
+  if STEPS[name].made:
+    for part in measure_host.parts(STEPS[name]):
+      assert cli.main(["bench", *part]) == 0
+
+
+def test_parts_are_of_one_shape_and_pass_and_leave_none_out():
+  options = {"pairwise": True}
+  groups = cells.choose(
+    ["olmoe", "kimi-k2"], [32, 2048], cells.RATIOS, cells.LOADS, cells.PASSES, **options
+  )
+  found = {
+    cells.Group(part[-5], int(part[-3]), part[-1])
+    for part in measure_host.parts(Step("matrix --shapes olmoe kimi-k2 --tokens 32 2048", 1, True))
+  }
+  assert found == set(groups)
+  parts = list(measure_host.parts(Step("layer --shapes olmoe kimi-k2 --data 2", 1, True)))
+  assert [part[:3] for part in parts] == [("layer", "--data", "2")] * 4
+  assert [part[-3] for part in parts] == ["olmoe", "olmoe", "kimi-k2", "kimi-k2"]
+
+
+def test_a_step_waits_for_its_own_programs_and_so_many_are_compiled_at_a_time(
+  tmp_path, monkeypatch
+):
+  started, clock = [], types.SimpleNamespace(now=0.0)
+
+  class Process:
+    def __init__(self, part):
+      started.append(part)
+      self.end = clock.now + 10
+
+    def poll(self):
+      return 0 if clock.now >= self.end else None
+
+  def sleep(_):
+    clock.now += 1
+    assert sum(process.poll() is None for process in makers.running.values()) <= 2
+
+  monkeypatch.setattr(
+    measure_host, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
+  )
+  monkeypatch.setattr(Makers, "_start", lambda _, step, part: Process((step, *part)))
+  makers = Makers(arguments(tmp_path, "forward", "pairs", "text", workers=2))
+  assert makers.left() == 5
+  makers.wait(["text"], 100)
+  assert clock.now == 0 and len(started) == 2
+  makers.wait(["forward"], 100)
+  assert clock.now == 20 and {part[0] for part in started[:3]} == {"forward"}
+  makers.wait(["pairs"], 25)  # the time is up
+  assert clock.now == 26 and makers.left() == 1
+
+
+def test_steps_that_fail_or_take_too_long_are_told_of(tmp_path, monkeypatch, capsys):
+  steps = {"good": Step("matrix --help", 100), "bad": Step("matrix --nonsense", 100)}
+  steps["long"] = Step("matrix --help", 0)
+  monkeypatch.setattr(measure_host, "STEPS", steps)
+  args = arguments(tmp_path, *steps)
+  assert measure_host.measure(args, Makers(args), measure_host.time.monotonic() + 1000) == 1
+  said = capsys.readouterr().out
+  assert "good: done" in said and "bad: failed (2)" in said and "long: no time" in said
+  assert "not measured: bad, long" in said and "usage" in (tmp_path / "good.log").read_text()
+  assert measure_host.measure(args, Makers(args), measure_host.time.monotonic()) == 1
+  assert "not measured: good, bad, long" in capsys.readouterr().out

@@ -1,0 +1,217 @@
+"""Measures what the results page says of the GPUs of one host, all from one commit.
+
+In the time that there is, step by step, while the host's CPUs compile what later steps run::
+
+    python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 40 --minutes 28
+
+Each step leaves its output and, if its bench writes one, a JSON in the second folder. Named steps
+alone are run by ``--steps``; what ``make`` has compiled on another machine need only be loaded::
+
+    python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 2 --make --steps forward train
+
+Steps that are compiled where they run come first. Prefill and training come last, when nothing
+compiles any more. A step that takes too long is stopped, and the next one begins.
+"""
+
+import argparse
+import itertools
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ultraep_jax.bench.compile import targets
+from ultraep_jax.bench.layer.problem import LARGE, SHAPES
+from ultraep_jax.bench.matrix import cells
+
+_ELSEWHERE = pathlib.Path(__file__).with_name("compiled_elsewhere.py")
+_WITH_JSON = ("layer", "matrix", "prefill", "train")
+_NICE = 19  # of who compiles
+_RATIOS = "--ratios 1 1.3 2 3"
+_QUICK = "--repeats 5 --no-statistics"
+_PREFILL = "prefill --calibrate 24 --buckets 4096 8192 --shares 0.8 --seconds 4 --tries 5"
+
+
+class Step(NamedTuple):
+  """A run of a bench.
+
+  Attributes:
+    bench: its name and arguments.
+    seconds: after which it is stopped.
+    made: whether its programs can be compiled before, without the GPUs.
+  """
+
+  bench: str
+  seconds: int
+  made: bool = False
+
+
+STEPS = {
+  "replicate": Step("replicate --plans 4", 60),
+  "exchange": Step("exchange time", 60),
+  "exchange_fp8": Step("exchange time --dispatch-dtype float8_e4m3fn", 60),
+  "moves": Step("stress --parts replicate reduce_replicas dispatch combine --repetitions 150", 90),
+  "peers": Step(
+    "layer --shapes qwen3-235b --ratios 1.3 3 --variants quota tuned plain --passes forward "
+    "--calls 2 --repeats 3 --no-statistics",
+    130,
+  ),
+  "forward": Step(
+    f"layer {_RATIOS} --variants none quota quota-time ideal --passes forward {_QUICK}", 120, True
+  ),
+  "train": Step(
+    f"layer {_RATIOS} --variants none quota quota-time ideal --passes train {_QUICK}", 180, True
+  ),
+  "models": Step(
+    "matrix --all --ratios 1.3 2 --loads zipf --tokens 8192 --shapes gpt-oss-120b kimi-k2 "
+    "--minutes 3",
+    200,
+    True,
+  ),
+  "pairs": Step(
+    "layer --shapes qwen3-235b --data 2 --experts 32 --ratios 1.42 "
+    "--variants quota-time none ideal --repeats 9 --no-statistics",
+    90,
+    True,
+  ),
+  "stress_layer": Step("stress --parts layer --repetitions 1", 120, True),
+  "stress_scan": Step("stress --parts scan --repetitions 1", 60, True),
+  "stress_train": Step("stress --parts train --repetitions 1", 60, True),
+  "pairwise": Step("matrix --minutes 8", 510, True),
+  "prefill_3.8": Step(f"{_PREFILL} --skew 3.8", 240),
+  "prefill_3": Step(f"{_PREFILL} --skew 3", 240),
+  "text": Step("train --warmup 100 --ratios 2 --calibrate 10 --steps 2 --repeats 3", 240),
+}
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+  parser.add_argument("programs", type=pathlib.Path, help="folder of compiled programs")
+  parser.add_argument("results", type=pathlib.Path, help="folder of what was measured")
+  parser.add_argument("--gpu", required=True, choices=list(targets.CHIPS))
+  parser.add_argument("--ranks", type=int, required=True)
+  parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
+  parser.add_argument("--workers", type=int, default=0, help="processes that compile")
+  parser.add_argument("--minutes", type=float, default=28.0, help="of all steps")
+  parser.add_argument("--make", action="store_true", help="compile, and measure nothing")
+  args = parser.parse_args()
+  args.results.mkdir(parents=True, exist_ok=True)
+  end = time.monotonic() + 60 * args.minutes
+  makers = Makers(args)
+  try:
+    if args.make:
+      makers.wait(args.steps, float("inf"))
+      return 0
+    return measure(args, makers, end)
+  finally:
+    makers.stop()
+
+
+def measure(args: argparse.Namespace, makers: "Makers", end: float) -> int:
+  """Runs the steps in order until the time is up; says which did not end well."""
+  start, failed = time.monotonic(), []
+  for name in args.steps:
+    makers.wait([name], end)
+    left = end - time.monotonic()
+    status = run(name, STEPS[name], args, left) if left > 0 else None
+    said = {0: "done", None: "no time"}.get(status, f"failed ({status})")
+    print(
+      f"{time.monotonic() - start:6.0f} s  {name}: {said}, {makers.left()} to compile", flush=True
+    )
+    failed += [name] if status != 0 else []
+  print("not measured: " + (", ".join(failed) or "nothing"), flush=True)
+  return 1 if failed else 0
+
+
+def run(name: str, step: Step, args: argparse.Namespace, left: float) -> int | None:
+  """The exit status of a step, or ``None`` if its time was up."""
+  bench, *rest = shlex.split(step.bench)
+  if bench in _WITH_JSON:
+    rest += ["--json", str(args.results / f"{name}.json")]
+  load = [str(_ELSEWHERE), "run", str(args.programs)]
+  way = load if step.made else ["-m", "ultraep_jax", "bench"]
+  with (args.results / f"{name}.log").open("w") as log:
+    try:
+      command = [sys.executable, *way, bench, *rest]
+      limit = min(left, step.seconds)
+      return subprocess.run(command, stdout=log, stderr=log, timeout=limit, check=False).returncode
+    except subprocess.TimeoutExpired:
+      return None
+
+
+class Makers:
+  """Processes that compile the programs of steps, each of one shape and pass, in order."""
+
+  def __init__(self, args: argparse.Namespace):
+    self.args = args
+    wanted = dict.fromkeys(
+      (name, part) for name in args.steps if STEPS[name].made for part in parts(STEPS[name])
+    )
+    self.queue = list(wanted) if args.workers else []
+    self.running: dict[tuple[str, tuple[str, ...]], subprocess.Popen[bytes]] = {}
+
+  def wait(self, steps: Sequence[str], end: float) -> None:
+    """Until these steps' programs are there, or nobody makes them, or the time is up."""
+    while True:
+      self._continue()
+      if not any(name in steps for name, _ in (*self.queue, *self.running)):
+        return
+      if time.monotonic() > end:
+        return
+      time.sleep(0.2)
+
+  def left(self) -> int:
+    return len(self.queue) + len(self.running)
+
+  def stop(self) -> None:
+    for process in self.running.values():
+      process.terminate()
+
+  def _continue(self) -> None:
+    self.running = {key: each for key, each in self.running.items() if each.poll() is None}
+    while self.queue and len(self.running) < self.args.workers:
+      key = self.queue.pop(0)
+      self.running[key] = self._start(*key)
+
+  def _start(self, step: str, part: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+    environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
+    way = ["make", "--here", str(self.args.programs), "--gpu", self.args.gpu]
+    topology = ["--topology", f"1x1x{self.args.ranks}"]
+    command = ["nice", "-n", str(_NICE), sys.executable, str(_ELSEWHERE), *way, *topology, *part]
+    with (self.args.results / f"make_{step}.log").open("a") as log:
+      return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=os.getcwd())
+
+
+def parts(step: Step) -> Iterator[tuple[str, ...]]:
+  """The arguments of benches that have a part of a step's programs each."""
+  bench, *rest = shlex.split(step.bench)
+  if bench == "matrix":
+    options = argparse.ArgumentParser()
+    options.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    options.add_argument("--tokens", nargs="+", type=int, default=list(cells.TOKENS))
+    options.add_argument("--passes", nargs="+", default=list(cells.PASSES))
+    options.add_argument("--all", action="store_true")
+    found, _ = options.parse_known_args(rest)
+    groups = cells.choose(
+      found.shapes, found.tokens, cells.RATIOS, cells.LOADS, found.passes, pairwise=not found.all
+    )
+    for group in groups:
+      sizes = ["--shapes", group.shape, "--tokens", str(group.tokens), "--passes", group.direction]
+      yield "matrix", "--all", "--ratios", "1", "--loads", "zipf", *sizes
+  elif bench == "layer":
+    options = argparse.ArgumentParser()
+    options.add_argument("--shapes", nargs="+", default=list(LARGE))
+    options.add_argument("--passes", nargs="+", default=list(cells.PASSES))
+    found, others = options.parse_known_args(rest)
+    for shape, direction in itertools.product(found.shapes, found.passes):
+      yield "layer", *others, "--shapes", shape, "--passes", direction
+  else:
+    yield bench, *rest
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())
