@@ -4,10 +4,10 @@ In the time that there is, step by step, while the host's CPUs compile what late
 
     python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 40 --minutes 28
 
-Each step leaves its output and, if its bench writes one, a JSON in the second folder. Named steps
-alone are run by ``--steps``; what ``make`` has compiled on another machine need only be loaded::
+Each step leaves its output and, if its bench writes one, a JSON in the second folder. ``--steps``
+names some of them. What another machine has compiled, without GPUs, need only be loaded::
 
-    python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 2 --make --steps forward train
+    python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 2 --make
 
 Steps that are compiled where they run come first. Prefill and training come last, when nothing
 compiles any more. A step that takes too long is stopped, and the next one begins.
