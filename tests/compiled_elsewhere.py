@@ -7,8 +7,9 @@ that is done, it takes a second to load::
     python tests/compiled_elsewhere.py run programs matrix --ratios 1
 
 The first needs what ``ultraep bench compile`` needs. A program's file is named by what it is for,
-by the sources of the package and by the version of jax: a program of other code is not found. What
-is not found is compiled. Programs with attention by cuDNN cannot be made.
+the GPUs and their nodes among that, by the sources of the package and by the version of jax: a
+program of other code is not found. What is not found is compiled. Programs with attention by cuDNN
+cannot be made.
 Seen with jax 0.11.2, programs made for H200 and H100 on a machine without a GPU and run on four.
 """
 
@@ -31,6 +32,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
@@ -38,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 import ultraep_jax
-from ultraep_jax import cli
+from ultraep_jax import cli, nodes
 from ultraep_jax.bench.compile import targets
 from ultraep_jax.bench.layer import command as layer
 from ultraep_jax.bench.layer import problem, times
@@ -46,14 +48,16 @@ from ultraep_jax.bench.matrix import cells, programs
 from ultraep_jax.bench.matrix import command as matrix
 from ultraep_jax.bench.stress import command as stress
 from ultraep_jax.bench.stress import layer as stress_layer
+from ultraep_jax.devices import known
 from ultraep_jax.tools import processes
 
+Tried = Callable[[pathlib.Path, Callable[[], Any]], Any]  # does it, and notes a failure
 BENCHES = {"layer": layer, "matrix": matrix, "stress": stress}
 COMPARISONS = tuple(stress._COMPARISONS)
 # Arguments of the layer's bench that say which programs it runs or what becomes of the times. What
 # else a program depends on is in its name.
 _CHOOSING = {"shapes", "ratios", "passes", "variants", "repeats", "json", "plot", "statistics"}
-_CHOOSING |= {"check", "profile", "bounds", "memory", "compile_workers", "processes"}
+_CHOOSING |= {"check", "profile", "bounds", "memory", "compile_workers", "processes", "ranks"}
 
 
 class Abstract(jax.ShapeDtypeStruct):
@@ -90,9 +94,10 @@ def main() -> int:
     environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=environment, check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
-  with using(Folder(args.folder, makes=True)), pretending(devices):
+  with using(Folder(args.folder, makes=True)) as failed, pretending(devices):
     make(args.bench, rest)
-  return 0
+  print("not compiled: " + (", ".join(failed) or "nothing"), flush=True)
+  return 1 if failed else 0
 
 
 def make(bench: str, arguments: list[str]) -> None:
@@ -106,7 +111,7 @@ def make(bench: str, arguments: list[str]) -> None:
 @functools.cache
 def code() -> str:
   """What changes with the package's sources and with jax."""
-  digest = hashlib.sha256(jax.__version__.encode())
+  digest = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__}".encode())
   for package in (pallas_kernels, ultraep_jax):
     (root,) = map(pathlib.Path, package.__path__)
     for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".json")):
@@ -114,8 +119,20 @@ def code() -> str:
   return digest.hexdigest()[:12]
 
 
+def place(devices: Sequence[Any]) -> str:
+  """What the layer asks of devices: how many there are, their description, and how many nodes."""
+  known_as = known.find(devices[0].device_kind)
+  name = devices[0].platform if known_as is None else known_as.name
+  return f"{len(devices)}x{name}on{len(set(nodes.of_devices(devices).tolist()))}"
+
+
 def digest_of(*values: Any) -> str:
   return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
+
+
+def failure(path: pathlib.Path) -> pathlib.Path:
+  """Says why a program could not be compiled."""
+  return path.with_name(f"{path.name}.failed")
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
@@ -144,16 +161,20 @@ class Folder:
   def file(self, *name: Any) -> pathlib.Path:
     return self.path / "_".join(map(str, (*name, code())))
 
-  def program(self, path: pathlib.Path, lower: Callable[[], Any]) -> "Program":
+  def program(
+    self, path: pathlib.Path, lower: Callable[[], Any], tried: "Tried" = lambda _, work: work()
+  ) -> "Program":
     """In place of a lowered one, which is traced now if it is to be made."""
     if self.makes and not path.exists():
       lowered = lower()
-      return Program(path, lambda: lowered, makes=True)
-    return Program(path, lower, self.makes)
+      return Program(path, lambda: lowered, True, tried)
+    return Program(path, lower, self.makes, tried)
 
-  def group(self, ranks: int, group: cells.Group) -> pathlib.Path:
-    """The file of a group of the matrix."""
-    return self.file("matrix", ranks, *group)
+  def group(
+    self, group: cells.Group, devices: Sequence[Any], implementation: str, width: int
+  ) -> pathlib.Path:
+    """The file of a group of the matrix, whose bench may have made it narrower."""
+    return self.file("matrix", *group, place(devices), implementation, width)
 
 
 _lowering = threading.Lock()  # who traces hides warnings of the whole process
@@ -166,19 +187,24 @@ class Program:
   path: pathlib.Path
   lower: Callable[[], Any]
   makes: bool
+  tried: "Tried"
 
   def compile(self) -> Any:
     start, there = time.perf_counter(), self.path.exists()
     if there:
       compiled = None if self.makes else load(self.path)
     else:
-      with _lowering:
-        lowered = self.lower()
-      compiled = lowered.compile()
-      if self.makes:
-        write(self.path, pickle.dumps(saved(compiled)))
+      compiled = self.tried(self.path, self._compile)
     way = "there" if there else "compiled"
     print(f"{self.path.name}: {way}, {time.perf_counter() - start:.1f} s", flush=True)
+    return compiled
+
+  def _compile(self) -> Any:
+    with _lowering:
+      lowered = self.lower()
+    compiled = lowered.compile()
+    if self.makes:
+      write(self.path, pickle.dumps(saved(compiled)))
     return compiled
 
 
@@ -201,6 +227,7 @@ def loaded(parts: tuple[int, Any]) -> Any:
 
 def make_group(path: pathlib.Path, mesh: jax.sharding.Mesh, group: cells.Group, *rest: Any) -> None:
   """Compiles the programs of a group of the matrix into a file."""
+  jax.clear_caches()
   made = programs.compile_group(mesh, group, *rest)
   named = {**made.variants, programs._SCALARS: made.scalars}
   write(path, pickle.dumps({name: saved(each) for name, each in named.items()}))
@@ -216,41 +243,67 @@ def load_group(path: pathlib.Path, group: cells.Group) -> programs.Programs:
 
 
 @contextlib.contextmanager
-def using(folder: Folder) -> Iterator[None]:
-  """Benches write programs to the folder, or read them from it."""
+def using(folder: Folder) -> Iterator[list[str]]:
+  """Benches write programs to the folder, or read them from it. Gives names of what fails."""
   lower, compile_group = times.Programs._lower, matrix.compile_group
+  failed: list[str] = []
+  running: list[str] = []  # a comparison, and the implementation that it compares
+
+  def tried[T](path: pathlib.Path, work: Callable[[], T]) -> T:
+    try:
+      return work()
+    except Exception as error:  # which benches report, and go on
+      failed.append(path.name)
+      if folder.makes:
+        write(failure(path), repr(error).encode())
+      raise
 
   def lower_layer(self: Any, case: Any, problem: Any, variant: str) -> Program:
     arguments = {name: value for name, value in vars(self.args).items() if name not in _CHOOSING}
     sizes = digest_of(sorted(arguments.items()), self.mesh.shape_tuple)
-    path = folder.file("layer", *self.key(case, problem, variant), sizes)
-    return folder.program(path, functools.partial(lower, self, case, problem, variant))
+    where = place(list(self.mesh.devices.flat))
+    path = folder.file("layer", *self.key(case, problem, variant), where, sizes)
+    lower_it = functools.partial(lower, self, case, problem, variant)
+    return tried(path, lambda: folder.program(path, lower_it, tried))
 
-  def group_of_matrix(mesh: Any, group: cells.Group, *rest: Any) -> Any:
-    path = folder.group(mesh.size, group)
+  def group_of_matrix(mesh: Any, group: cells.Group, implementation: str, arguments: Any) -> Any:
+    width, rest = arguments[0].shape[1], (implementation, arguments)
+    path = folder.group(group, list(mesh.devices.flat), implementation, width)
     if not folder.makes:
       return load_group(path, group) if path.exists() else compile_group(mesh, group, *rest)
-    return None if path.exists() else make_group(path, mesh, group, *rest)
+    make_it = functools.partial(make_group, path, mesh, group, *rest)
+    return None if path.exists() else tried(path, make_it)
 
   def compare(calls: Sequence[tuple[Any, tuple[Any, ...]]], say: stress_layer.Say) -> list[Any]:
     start, ready = time.perf_counter(), dict[Any, Program]()
     for function, arguments in calls:
       if function not in ready:
-        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)]
-        (part,) = say.args  # pyright: ignore[reportFunctionMemberAccess]
-        path = folder.file("stress", part.rstrip(":"), len(ready), digest_of(shapes))
-        ready[function] = folder.program(path, functools.partial(function.lower, *arguments))
+        leaves = jax.tree.leaves(arguments)
+        sizes = digest_of([(leaf.shape, str(leaf.dtype)) for leaf in leaves])
+        where = place(list(leaves[0].sharding.mesh.devices.flat))
+        path = folder.file("stress", *running, len(ready), where, sizes)
+        lower_it = functools.partial(function.lower, *arguments)
+        ready[function] = tried(path, functools.partial(folder.program, path, lower_it, tried))
     with futures.ThreadPoolExecutor() as pool:
       compiled = dict(zip(ready, pool.map(Program.compile, ready.values()), strict=True))
     say(f"{len(compiled)} programs in {time.perf_counter() - start:.1f} s")
     return [compiled[function] for function, _ in calls]
 
+  def noting(part: str, comparison: Callable[..., Any]) -> Callable[..., Any]:
+    def run(devices: Any, scale: int, seed: int, implementation: str, say: Any) -> Any:
+      running[:] = [part, implementation]
+      return comparison(devices, scale, seed, implementation, say)
+
+    return run
+
+  noted = {part: noting(part, comparison) for part, comparison in stress._COMPARISONS.items()}
   with (
     mock.patch.object(times.Programs, "_lower", lower_layer),
     mock.patch.object(matrix, "compile_group", group_of_matrix),
     mock.patch.object(stress_layer, "_compiled", compare),
+    mock.patch.dict(stress._COMPARISONS, noted),
   ):
-    yield
+    yield failed
 
 
 @contextlib.contextmanager

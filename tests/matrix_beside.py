@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import compiled_elsewhere
 import jax
 import numpy as np
-from compiled_elsewhere import Folder
+from compiled_elsewhere import Folder, failure, pretending, using
 
 from ultraep_jax.bench.compile import targets
+from ultraep_jax.bench.layer.problem import SHAPES
 from ultraep_jax.bench.matrix import cells, command
 
 
@@ -43,7 +43,7 @@ def main() -> int:
   if args.worker is not None:
     devices = targets.devices(args.gpu, f"1x1x{args.ranks}")
     folder = Folder(args.folder, makes=True)
-    with compiled_elsewhere.pretending(devices), making(folder, args.worker, args.workers):
+    with using(folder), pretending(devices), sharing(args.worker, args.workers):
       return command.main(bench)
   folder = Folder(args.folder, makes=False)
   environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
@@ -55,7 +55,7 @@ def main() -> int:
     with (args.folder / f"worker_{worker}.log").open("w") as log:
       workers.append(subprocess.Popen(line, env=environment, stdout=log, stderr=log))
   try:
-    with finding(folder, args.ranks, lambda: any(process.poll() is None for process in workers)):
+    with finding(folder, bench, args.ranks, lambda: any(each.poll() is None for each in workers)):
       return command.main([*bench, "--ranks", str(args.ranks)])
   finally:
     for process in workers:
@@ -63,32 +63,18 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def making(folder: Folder, worker: int, workers: int) -> Iterator[None]:
-  """The bench compiles every so manieth group, and measures none."""
-
-  def compile_group(mesh: Any, group: cells.Group, *arguments: Any) -> None:
-    path = folder.group(mesh.size, group)
-    if not path.exists():
-      jax.clear_caches()
-      try:
-        compiled_elsewhere.make_group(path, mesh, group, *arguments)
-      except Exception as error:
-        compiled_elsewhere.write(failed(path), repr(error).encode())
-        raise
-    raise compiled_elsewhere.Made("compiled")
+def sharing(worker: int, workers: int) -> Iterator[None]:
+  """The bench has every so manieth group."""
 
   def share(*arguments: Any, **options: Any) -> dict[cells.Group, list[cells.Cell]]:
     groups = cells.choose(*arguments, **options)
     return dict(list(groups.items())[worker::workers])
 
-  with contextlib.ExitStack() as stack:
-    for name, value in [
-      ("choose", share),
-      ("compile_group", compile_group),
-      ("choices", no_choices),  # only shapes count
-      ("write_text", lambda *_: None),
-    ]:
-      stack.enter_context(mock.patch.object(command, name, value))
+  with (
+    mock.patch.object(command, "choose", share),
+    mock.patch.object(command, "choices", no_choices),  # only shapes count
+    mock.patch.object(command, "write_text", lambda *_: None),
+  ):
     yield
 
 
@@ -97,14 +83,22 @@ def no_choices(_: int, __: str, ___: str, ____: int, ranks: int, tokens: int, to
 
 
 @contextlib.contextmanager
-def finding(folder: Folder, ranks: int, compiling: Callable[[], bool]) -> Iterator[None]:
-  """The bench loads programs from the folder, and takes the groups as they come."""
+def finding(
+  folder: Folder, bench: Sequence[str], ranks: int, compiling: Callable[[], bool]
+) -> Iterator[None]:
+  """The bench with such arguments loads programs from the folder, and takes groups as they come."""
+  options = argparse.ArgumentParser()
+  command.add_arguments(options)
+  args = options.parse_args(bench)
+
+  def path_of(group: cells.Group) -> pathlib.Path:
+    width = SHAPES[group.shape].narrowed(args.scale).width
+    return folder.group(group, jax.devices()[:ranks], args.implementation, width)
 
   def choose(*arguments: Any, **options: Any) -> "Arriving":
-    chosen = cells.choose(*arguments, **options)
-    return Arriving(chosen, lambda group: folder.group(ranks, group), compiling)
+    return Arriving(cells.choose(*arguments, **options), path_of, compiling)
 
-  with compiled_elsewhere.using(folder), mock.patch.object(command, "choose", choose):
+  with using(folder), mock.patch.object(command, "choose", choose):
     yield
 
 
@@ -126,20 +120,15 @@ class Arriving(dict[cells.Group, Sequence[cells.Cell]]):
       last = not self.compiling()
       for group in list(left):
         path = self.path_of(group)
-        if failed(path).exists():
-          print(f"{group}: {failed(path).read_text()[:200]}", flush=True)
-          del left[group]
-        elif path.exists():
+        if path.exists():
           yield group, left.pop(group)
+        elif failure(path).exists():
+          print(f"{group}: {failure(path).read_text()[:200]}", flush=True)
+          del left[group]
       if last and left:
         print(f"nothing compiles any more; see worker_*.log beside programs: {list(left)}")
         return
       time.sleep(0.2)
-
-
-def failed(path: pathlib.Path) -> pathlib.Path:
-  """Says why a group could not be compiled."""
-  return path.with_name(f"{path.name}.failed")
 
 
 if __name__ == "__main__":

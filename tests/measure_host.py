@@ -1,4 +1,4 @@
-"""Measures what the results page says of the GPUs of one host, all from one commit.
+"""Measures what the results page says of four or more GPUs of one host, all from one commit.
 
 In the time that there is, step by step, while the host's CPUs compile what later steps run::
 
@@ -10,12 +10,13 @@ names some of them. What another machine has compiled, without GPUs, need only b
     python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 2 --make
 
 Steps that are compiled where they run come first. Prefill and training come last, when nothing
-compiles any more. A step that takes too long is stopped, and the next one begins.
+compiles any more. A step waits for its programs, but not for ever: then those of layers are
+compiled in it, and groups of the matrix that are not there are left out. One that takes too long is
+stopped, and the next begins. All of them take 25 to 40 minutes.
 """
 
 import argparse
 import itertools
-import os
 import pathlib
 import shlex
 import subprocess
@@ -29,8 +30,13 @@ from ultraep_jax.bench.layer.problem import LARGE, SHAPES
 from ultraep_jax.bench.matrix import cells
 
 _ELSEWHERE = pathlib.Path(__file__).with_name("compiled_elsewhere.py")
+_BESIDE = pathlib.Path(__file__).with_name("matrix_beside.py")
 _WITH_JSON = ("layer", "matrix", "prefill", "train")
+_LEAST_RANKS = 4  # a busiest rank of three times the mean needs them
 _NICE = 19  # of who compiles
+_PATIENCE = 240  # seconds that a step waits for its programs
+_POLL = 0.2  # seconds
+_DONE = "done"
 _RATIOS = "--ratios 1 1.3 2 3"
 _QUICK = "--repeats 5 --no-statistics"
 _PREFILL = "prefill --calibrate 24 --buckets 4096 8192 --shares 0.8 --seconds 4 --tries 5"
@@ -68,8 +74,8 @@ STEPS = {
   ),
   "models": Step(
     "matrix --all --ratios 1.3 2 --loads zipf --tokens 8192 --shapes gpt-oss-120b kimi-k2 "
-    "--minutes 3",
-    200,
+    "--minutes 2",
+    240,
     True,
   ),
   "pairs": Step(
@@ -81,7 +87,7 @@ STEPS = {
   "stress_layer": Step("stress --parts layer --repetitions 1", 120, True),
   "stress_scan": Step("stress --parts scan --repetitions 1", 60, True),
   "stress_train": Step("stress --parts train --repetitions 1", 60, True),
-  "pairwise": Step("matrix --minutes 8", 510, True),
+  "pairwise": Step("matrix --minutes 7", 540, True),
   "prefill_3.8": Step(f"{_PREFILL} --skew 3.8", 240),
   "prefill_3": Step(f"{_PREFILL} --skew 3", 240),
   "text": Step("train --warmup 100 --ratios 2 --calibrate 10 --steps 2 --repeats 3", 240),
@@ -99,13 +105,18 @@ def main() -> int:
   parser.add_argument("--minutes", type=float, default=28.0, help="of all steps")
   parser.add_argument("--make", action="store_true", help="compile, and measure nothing")
   args = parser.parse_args()
+  if args.ranks < _LEAST_RANKS:
+    parser.error(f"--ranks: expected at least {_LEAST_RANKS}, got {args.ranks}")
+  if args.make and not args.workers:
+    parser.error("--make: expected --workers that compile, got none")
   args.results.mkdir(parents=True, exist_ok=True)
   end = time.monotonic() + 60 * args.minutes
   makers = Makers(args)
   try:
     if args.make:
       makers.wait(args.steps, float("inf"))
-      return 0
+      print("not compiled: " + (", ".join(makers.failed) or "nothing"), flush=True)
+      return 1 if makers.failed else 0
     return measure(args, makers, end)
   finally:
     makers.stop()
@@ -113,34 +124,44 @@ def main() -> int:
 
 def measure(args: argparse.Namespace, makers: "Makers", end: float) -> int:
   """Runs the steps in order until the time is up; says which did not end well."""
-  start, failed = time.monotonic(), []
+  start, wrong = time.monotonic(), []
   for name in args.steps:
-    makers.wait([name], end)
+    makers.wait([name], min(end, time.monotonic() + _PATIENCE))
     left = end - time.monotonic()
-    status = run(name, STEPS[name], args, left) if left > 0 else None
-    said = {0: "done", None: "no time"}.get(status, f"failed ({status})")
-    print(
-      f"{time.monotonic() - start:6.0f} s  {name}: {said}, {makers.left()} to compile", flush=True
-    )
-    failed += [name] if status != 0 else []
-  print("not measured: " + (", ".join(failed) or "nothing"), flush=True)
-  return 1 if failed else 0
+    said = run(name, STEPS[name], args, left, makers) if left > 0 else "no time"
+    seconds = time.monotonic() - start
+    print(f"{seconds:6.0f} s  {name}: {said}, {makers.left()} to compile", flush=True)
+    wrong += [] if said == _DONE else [f"{name} ({said})"]
+  print("not measured, or not all: " + (", ".join(wrong) or "nothing"), flush=True)
+  print("not compiled: " + (", ".join(makers.failed) or "nothing"), flush=True)
+  return 1 if wrong else 0
 
 
-def run(name: str, step: Step, args: argparse.Namespace, left: float) -> int | None:
-  """The exit status of a step, or ``None`` if its time was up."""
+def run(name: str, step: Step, args: argparse.Namespace, left: float, makers: "Makers") -> str:
+  """How a step ended; others compile meanwhile."""
   bench, *rest = shlex.split(step.bench)
   if bench in _WITH_JSON:
     rest += ["--json", str(args.results / f"{name}.json")]
-  load = [str(_ELSEWHERE), "run", str(args.programs)]
-  way = load if step.made else ["-m", "ultraep_jax", "bench"]
+  way = ["-m", "ultraep_jax", "bench", bench, *rest]
+  if step.made and bench == "matrix":
+    host = ["--gpu", args.gpu, "--ranks", str(args.ranks), "--workers", "0"]
+    way = [str(_BESIDE), str(args.programs), *host, "--", *rest]
+  elif step.made:
+    way = [str(_ELSEWHERE), "run", str(args.programs), bench, *rest]
+  start, limit = time.monotonic(), min(left, step.seconds)
   with (args.results / f"{name}.log").open("w") as log:
-    try:
-      command = [sys.executable, *way, bench, *rest]
-      limit = min(left, step.seconds)
-      return subprocess.run(command, stdout=log, stderr=log, timeout=limit, check=False).returncode
-    except subprocess.TimeoutExpired:
-      return None
+    process = subprocess.Popen([sys.executable, *way], stdout=log, stderr=log)
+  while (status := process.poll()) is None:
+    if time.monotonic() - start > limit:
+      process.kill()
+      process.wait()
+      return f"stopped after {limit:.0f} s"
+    makers.start()
+    time.sleep(_POLL)
+  return f"failed ({status})" if status else _DONE
+
+
+Part = tuple[str, ...]  # the arguments of a bench
 
 
 class Makers:
@@ -148,21 +169,32 @@ class Makers:
 
   def __init__(self, args: argparse.Namespace):
     self.args = args
-    wanted = dict.fromkeys(
-      (name, part) for name in args.steps if STEPS[name].made for part in parts(STEPS[name])
-    )
-    self.queue = list(wanted) if args.workers else []
-    self.running: dict[tuple[str, tuple[str, ...]], subprocess.Popen[bytes]] = {}
+    self.steps = dict[Part, set[str]]()  # that need what the part makes
+    for name in args.steps:
+      for part in parts(STEPS[name]) if STEPS[name].made else ():
+        self.steps.setdefault(part, set()).add(name)
+    self.queue = list(self.steps) if args.workers else []
+    self.running = dict[Part, subprocess.Popen[bytes]]()
+    self.failed: list[str] = []
 
   def wait(self, steps: Sequence[str], end: float) -> None:
     """Until these steps' programs are there, or nobody makes them, or the time is up."""
-    while True:
-      self._continue()
-      if not any(name in steps for name, _ in (*self.queue, *self.running)):
-        return
+    self.start()
+    while any(self.steps[part] & set(steps) for part in (*self.queue, *self.running)):
       if time.monotonic() > end:
         return
-      time.sleep(0.2)
+      time.sleep(_POLL)
+      self.start()
+
+  def start(self) -> None:
+    """The next processes, in place of those that have ended."""
+    for part, process in list(self.running.items()):
+      if (status := process.poll()) is not None:
+        del self.running[part]
+        self.failed += [" ".join(part)] if status else []
+    while self.queue and len(self.running) < self.args.workers:
+      part = self.queue.pop(0)
+      self.running[part] = self._make(part)
 
   def left(self) -> int:
     return len(self.queue) + len(self.running)
@@ -171,22 +203,16 @@ class Makers:
     for process in self.running.values():
       process.terminate()
 
-  def _continue(self) -> None:
-    self.running = {key: each for key, each in self.running.items() if each.poll() is None}
-    while self.queue and len(self.running) < self.args.workers:
-      key = self.queue.pop(0)
-      self.running[key] = self._start(*key)
-
-  def _start(self, step: str, part: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+  def _make(self, part: Part) -> "subprocess.Popen[bytes]":
     environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
     way = ["make", "--here", str(self.args.programs), "--gpu", self.args.gpu]
     topology = ["--topology", f"1x1x{self.args.ranks}"]
     command = ["nice", "-n", str(_NICE), sys.executable, str(_ELSEWHERE), *way, *topology, *part]
-    with (self.args.results / f"make_{step}.log").open("a") as log:
-      return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=os.getcwd())
+    with (self.args.results / "make.log").open("a") as log:
+      return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-def parts(step: Step) -> Iterator[tuple[str, ...]]:
+def parts(step: Step) -> Iterator[Part]:
   """The arguments of benches that have a part of a step's programs each."""
   bench, *rest = shlex.split(step.bench)
   if bench == "matrix":

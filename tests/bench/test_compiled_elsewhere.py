@@ -1,6 +1,7 @@
 """Programs that were compiled elsewhere are found by what they are for, and loaded."""
 
 import contextlib
+import pathlib
 
 import compiled_elsewhere
 import jax
@@ -8,9 +9,6 @@ import jax.numpy as jnp
 import pytest
 from compiled_elsewhere import Folder
 from jax.sharding import PartitionSpec as P
-
-from ultraep_jax.bench.layer import times
-from ultraep_jax.bench.matrix import programs
 
 SHARED = "--scale 32 --ratios 1 --passes forward --shapes olmoe --repeats 1"
 ARGUMENTS = {
@@ -51,39 +49,87 @@ def test_a_program_that_is_not_there_is_compiled_and_forgotten(tmp_path, capsys)
   assert "compiled" in capsys.readouterr().out
 
 
-def test_programs_of_other_code_are_not_found(tmp_path, monkeypatch):
-  folder, before = Folder(tmp_path, makes=True), compiled_elsewhere.code()
-  path = folder.file("one")
-  monkeypatch.setattr(jax, "__version__", "0.0.0")
+@pytest.mark.parametrize("change", ["source", "jax", "jaxlib"])
+def test_programs_of_other_code_are_not_found(change, tmp_path, monkeypatch):
+  source = tmp_path / "package" / "one.py"
+  source.parent.mkdir()
+  source.write_text("a = 1")
+  monkeypatch.setattr(compiled_elsewhere.ultraep_jax, "__path__", [str(source.parent)])
   compiled_elsewhere.code.cache_clear()
-  assert compiled_elsewhere.code() != before and folder.file("one") != path
+  before = compiled_elsewhere.code()
+  if change == "source":
+    source.write_text("a = 2")
+  else:
+    owner = {"jax": jax, "jaxlib": compiled_elsewhere.jaxlib}[change]
+    monkeypatch.setattr(owner, "__version__", "0.0.0")
   compiled_elsewhere.code.cache_clear()
+  assert compiled_elsewhere.code() != before
+  compiled_elsewhere.code.cache_clear()
+
+
+def test_devices_are_told_apart_by_description_number_and_nodes():
+  described = jax.devices()[:4]
+  assert compiled_elsewhere.place(described) == "4xcpuon1"
+  fakes = [FakeDevice(number // 2) for number in range(4)]
+  assert compiled_elsewhere.place(fakes) == "4xh100on2"
+  assert compiled_elsewhere.place(fakes[:2]) == "2xh100on1"
+
+
+class FakeDevice:
+  device_kind, platform, local_hardware_id, coords = "NVIDIA H100 80GB HBM3", "gpu", 0, None
+  process_index = 0
+
+  def __init__(self, slice_index):
+    self.slice_index = slice_index
+
+
+def names_of(bench, arguments, monkeypatch, pretending):
+  """Of the files that a bench asks for; it neither traces nor compiles."""
+  names, file = set(), Folder.file
+
+  def note(*arguments):
+    path = file(*arguments)
+    names.add(path.name)
+    return path
+
+  with monkeypatch.context() as patches, contextlib.ExitStack() as stack:
+    patches.setattr(Folder, "file", note)
+    for owner, name in (
+      (compiled_elsewhere.matrix, "compile_group"),
+      (compiled_elsewhere.Program, "compile"),
+      (compiled_elsewhere, "load_group"),
+    ):
+      patches.setattr(owner, name, refuse)
+    stack.enter_context(contextlib.suppress(AssertionError))
+    stack.enter_context(compiled_elsewhere.using(Folder(pathlib.Path("unused"), makes=False)))
+    if pretending:
+      stack.enter_context(compiled_elsewhere.pretending(jax.devices()[: RANKS[bench]]))
+    compiled_elsewhere.BENCHES[bench].main(arguments)
+  return names
 
 
 @pytest.mark.parametrize("bench", list(ARGUMENTS))
 def test_what_is_made_without_devices_is_what_a_bench_runs(bench, tmp_path, monkeypatch):
-  """Real arrays give the same names."""
+  """Real arrays give the same names, other implementations and sizes give others."""
   arguments = ARGUMENTS[bench].split()
+  devices = jax.devices()[: RANKS[bench]]
   folder = Folder(tmp_path, makes=True)
-  with (
-    compiled_elsewhere.using(folder),
-    compiled_elsewhere.pretending(jax.devices()[: RANKS[bench]]),
-  ):
+  with compiled_elsewhere.using(folder) as failed, compiled_elsewhere.pretending(devices):
     compiled_elsewhere.make(bench, arguments)
   made = {path.name for path in tmp_path.iterdir()}
-  assert made
+  monkeypatch.chdir(tmp_path)
+  assert made and not failed
+  assert names_of(bench, arguments, monkeypatch, pretending=False) == made
+  for option, value in (("--implementation", "mosaic_gpu"), ("--scale", "16")):
+    changed = names_of(bench, [*arguments, option, value], monkeypatch, pretending=True)
+    assert len(changed) == len(made) and not changed & made
 
-  loaded, loading = [], compiled_elsewhere.loaded
 
-  def note(parts):
-    loaded.append(loading(parts))
-    raise RuntimeError("not run")
-
-  monkeypatch.setattr(compiled_elsewhere, "loaded", note)
-  tracing = [(times.timing, "chain"), (programs, "_lowered"), (jax.stages.Lowered, "compile")]
-  for owner, name in tracing:
-    monkeypatch.setattr(owner, name, refuse)
-  folder = Folder(tmp_path, makes=False)
-  with compiled_elsewhere.using(folder), contextlib.suppress(RuntimeError):
-    compiled_elsewhere.BENCHES[bench].main(arguments)
-  assert loaded
+def test_what_fails_is_told_of(tmp_path, monkeypatch):
+  arguments = ARGUMENTS["layer"].split()
+  monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+  folder, devices = Folder(tmp_path, makes=True), jax.devices()[: RANKS["layer"]]
+  with compiled_elsewhere.using(folder) as failed, compiled_elsewhere.pretending(devices):
+    compiled_elsewhere.make("layer", arguments)
+  (path,) = tmp_path.iterdir()
+  assert [path.name] == [f"{name}.failed" for name in failed] and "traced" in path.read_text()

@@ -19,14 +19,16 @@ GROUPS = [Group("olmoe", 32, "forward"), Group("qwen3-30b", 32, "forward")]
 def make(folder, worker):
   json = str(folder / "rows.json")
   with (
+    compiled_elsewhere.using(Folder(folder, makes=True)) as failed,
     compiled_elsewhere.pretending(jax.devices()[:2]),
-    matrix_beside.making(Folder(folder, makes=True), worker, workers=2),
+    matrix_beside.sharing(worker, workers=2),
   ):
     command.main([*ARGUMENTS.split(), "--shapes", "olmoe", "qwen3-30b", "--json", json])
+  return failed
 
 
 def path_of(folder, group):
-  return Folder(folder, makes=False).group(2, group)
+  return Folder(folder, makes=False).group(group, jax.devices()[:2], "auto", 2048 // 64)
 
 
 def arriving_of(folder, cells, compiling):
@@ -46,7 +48,7 @@ def test_a_group_that_cannot_be_compiled_is_told_of(tmp_path, monkeypatch, capsy
     raise RuntimeError("too large")
 
   monkeypatch.setattr(programs, "_lowered", refuse)
-  make(tmp_path, 0)
+  assert make(tmp_path, 0) == [path_of(tmp_path, GROUPS[0]).name]
   cells = {group: [Cell(group, "1", "zipf")] for group in GROUPS}
   path_of(tmp_path, GROUPS[1]).write_bytes(b"")
   arriving = arriving_of(tmp_path, cells, lambda: True)
@@ -89,7 +91,11 @@ def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypat
   monkeypatch.setattr(compiled_elsewhere.serialize_executable, "deserialize_and_load", load)
   monkeypatch.setattr(programs, "_lowered", refuse)
   mesh = jax.sharding.Mesh(jax.devices()[:2], ("expert",))
-  with matrix_beside.finding(Folder(tmp_path, makes=False), 2, lambda: True):
-    found = command.compile_group(mesh, GROUPS[0], "auto", ())
+  arguments = ARGUMENTS.split()
+  x = jax.numpy.zeros((64, 2048 // 64))
+  with matrix_beside.finding(Folder(tmp_path, makes=False), arguments, 2, lambda: True):
+    found = command.compile_group(mesh, GROUPS[0], "auto", (x,))
+    choice = ["olmoe"], [32], ["1"], ["zipf"], ["forward"]
+    assert [group for group, _ in command.choose(*choice, pairwise=False).items()] == GROUPS[:1]
   assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 32
   assert len(loaded) == len(found.variants) + 1

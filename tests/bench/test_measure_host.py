@@ -54,10 +54,10 @@ def test_a_step_waits_for_its_own_programs_and_so_many_are_compiled_at_a_time(
   class Process:
     def __init__(self, part):
       started.append(part)
-      self.end = clock.now + 10
+      self.end, self.last = clock.now + 10, len(started) == 5
 
     def poll(self):
-      return 0 if clock.now >= self.end else None
+      return int(self.last) if clock.now >= self.end else None
 
   def sleep(_):
     clock.now += 1
@@ -66,25 +66,40 @@ def test_a_step_waits_for_its_own_programs_and_so_many_are_compiled_at_a_time(
   monkeypatch.setattr(
     measure_host, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
   )
-  monkeypatch.setattr(Makers, "_start", lambda _, step, part: Process((step, *part)))
+  monkeypatch.setattr(Makers, "_make", lambda _, part: Process(part))
   makers = Makers(arguments(tmp_path, "forward", "pairs", "text", workers=2))
   assert makers.left() == 5
   makers.wait(["text"], 100)
   assert clock.now == 0 and len(started) == 2
   makers.wait(["forward"], 100)
-  assert clock.now == 20 and {part[0] for part in started[:3]} == {"forward"}
+  assert round(clock.now) == 20 and started[:3] == list(measure_host.parts(STEPS["forward"]))
   makers.wait(["pairs"], 25)  # the time is up
   assert clock.now == 26 and makers.left() == 1
+  clock.now = 30
+  makers.start()
+  assert makers.failed == [" ".join(started[-1])]
+
+
+def test_steps_share_parts():
+  """gpt-oss-120b and Kimi-K2 at 8192 tokens, forward."""
+  makers = Makers(arguments(None, "models", "pairwise", workers=1))
+  groups = {step: set(measure_host.parts(STEPS[step])) for step in ("models", "pairwise")}
+  assert groups["models"] & groups["pairwise"]
+  assert makers.left() == len(groups["models"] | groups["pairwise"])
 
 
 def test_steps_that_fail_or_take_too_long_are_told_of(tmp_path, monkeypatch, capsys):
   steps = {"good": Step("matrix --help", 100), "bad": Step("matrix --nonsense", 100)}
   steps["long"] = Step("matrix --help", 0)
   monkeypatch.setattr(measure_host, "STEPS", steps)
-  args = arguments(tmp_path, *steps)
-  assert measure_host.measure(args, Makers(args), measure_host.time.monotonic() + 1000) == 1
+  args, started = arguments(tmp_path, *steps), []
+  makers = Makers(args)
+  monkeypatch.setattr(makers, "start", lambda: started.append(1))
+  assert measure_host.measure(args, makers, measure_host.time.monotonic() + 1000) == 1
   said = capsys.readouterr().out
-  assert "good: done" in said and "bad: failed (2)" in said and "long: no time" in said
-  assert "not measured: bad, long" in said and "usage" in (tmp_path / "good.log").read_text()
-  assert measure_host.measure(args, Makers(args), measure_host.time.monotonic()) == 1
-  assert "not measured: good, bad, long" in capsys.readouterr().out
+  assert "good: done" in said and "bad: failed (2)" in said and "long: stopped after 0 s" in said
+  assert "all: bad (failed (2)), long (stopped" in said
+  assert "usage" in (tmp_path / "good.log").read_text()
+  assert len(started) > len(steps) + 1  # while steps run, too
+  assert measure_host.measure(args, makers, measure_host.time.monotonic()) == 1
+  assert "good (no time), bad (no time), long (no time)" in capsys.readouterr().out
