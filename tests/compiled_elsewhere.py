@@ -91,8 +91,7 @@ def main() -> int:
       return cli.main(["bench", args.bench, *rest])
   if not args.here:  # in a process that asks for no GPU
     command = [sys.executable, __file__, "make", "--here", *sys.argv[2:]]
-    environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run(command, env=targets.environment(), check=False).returncode
   devices = targets.devices(args.gpu, args.topology)
   with using(Folder(args.folder, makes=True)) as failed, pretending(devices):
     make(args.bench, rest)

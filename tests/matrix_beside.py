@@ -46,7 +46,7 @@ def main() -> int:
     with using(folder), pretending(devices), sharing(args.worker, args.workers):
       return command.main(bench)
   folder = Folder(args.folder, makes=False)
-  environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
+  environment = targets.environment()
   command_line = [sys.executable, __file__, *sys.argv[1:]]
   place = command_line.index("--") if "--" in command_line else len(command_line)
   workers = []

@@ -26,8 +26,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ultraep_jax.bench.compile import targets
-from ultraep_jax.bench.layer.problem import LARGE, SHAPES
+from ultraep_jax.bench.layer.problem import LARGE
 from ultraep_jax.bench.matrix import cells
+from ultraep_jax.bench.matrix import command as matrix
 
 _ELSEWHERE = pathlib.Path(__file__).with_name("compiled_elsewhere.py")
 _BESIDE = pathlib.Path(__file__).with_name("matrix_beside.py")
@@ -204,12 +205,11 @@ class Makers:
       process.terminate()
 
   def _make(self, part: Part) -> "subprocess.Popen[bytes]":
-    environment = {**targets.environment(), "CUDA_VISIBLE_DEVICES": ""}
     way = ["make", "--here", str(self.args.programs), "--gpu", self.args.gpu]
     topology = ["--topology", f"1x1x{self.args.ranks}"]
     command = ["nice", "-n", str(_NICE), sys.executable, str(_ELSEWHERE), *way, *topology, *part]
     with (self.args.results / "make.log").open("a") as log:
-      return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+      return subprocess.Popen(command, env=targets.environment(), stdout=log, stderr=log)
 
 
 def parts(step: Step) -> Iterator[Part]:
@@ -217,13 +217,10 @@ def parts(step: Step) -> Iterator[Part]:
   bench, *rest = shlex.split(step.bench)
   if bench == "matrix":
     options = argparse.ArgumentParser()
-    options.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    options.add_argument("--tokens", nargs="+", type=int, default=list(cells.TOKENS))
-    options.add_argument("--passes", nargs="+", default=list(cells.PASSES))
-    options.add_argument("--all", action="store_true")
-    found, _ = options.parse_known_args(rest)
+    matrix.add_arguments(options)
+    found = options.parse_args(rest)
     groups = cells.choose(
-      found.shapes, found.tokens, cells.RATIOS, cells.LOADS, found.passes, pairwise=not found.all
+      found.shapes, found.tokens, found.ratios, found.loads, found.passes, pairwise=not found.all
     )
     for group in groups:
       sizes = ["--shapes", group.shape, "--tokens", str(group.tokens), "--passes", group.direction]

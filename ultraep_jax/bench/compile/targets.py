@@ -93,4 +93,4 @@ def environment() -> dict[str, str]:
   path = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
   if shutil.which("ptxas", path=path) is None:
     raise CommandError(f"compile: needs ptxas on the PATH; pip install {_PACKAGES}")
-  return {**os.environ, "JAX_PLATFORMS": "cpu", "PATH": path}
+  return {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PATH": path}

@@ -67,17 +67,15 @@ def _independent(
   popularity_E -= np.repeat(_log_sum(popularity_E.reshape(ranks, home)), home)  # ranks alike
   noise_AE = rng.gumbel(size=(ranks * tokens, experts)).astype(np.float32)
 
-  def draw(warmth: float) -> np.ndarray:
-    score_AE = noise_AE + (popularity_E + warmth * (np.arange(experts) < home)).astype(np.float32)
-    return np.argpartition(-score_AE, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
-
   enough_AM = enough_warmth(noise_AE + popularity_E.astype(np.float32), home, top_k)
   low, high = 0.0, 20.0
   for _ in range(10):  # the share of rank 0 grows with its warmth
     middle = (low + high) / 2
     share = np.count_nonzero(enough_AM < middle) / (len(noise_AE) * top_k)
     low, high = (middle, high) if share * ranks < ratio else (low, middle)
-  return draw(low if ratio == 1 else high)
+  warmth_E = (low if ratio == 1 else high) * (np.arange(experts) < home)
+  score_AE = noise_AE + (popularity_E + warmth_E).astype(np.float32)
+  return np.argpartition(-score_AE, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
 def enough_warmth(score_AE: np.ndarray, home: int, top_k: int) -> np.ndarray:
