@@ -2,7 +2,7 @@
 
 In the time that there is, step by step, while the host's CPUs compile what later steps run::
 
-    python tests/measure_host.py programs results --gpu h100 --ranks 4 --workers 40 --minutes 28
+    python tests/measure_host.py programs results --ranks 4 --workers 40 --minutes 28
 
 Each step leaves its output and, if its bench writes one, a JSON in the second folder. ``--steps``
 names some of them. What another machine has compiled, without GPUs, need only be loaded::
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 STEPS = {
-  "replicate": Step("replicate --plans 4", 60),
+  "replicate": Step("replicate --plans 4", 120),
   "exchange": Step("exchange time", 60),
   "exchange_fp8": Step("exchange time --dispatch-dtype float8_e4m3fn", 60),
   "moves": Step("stress --parts replicate reduce_replicas dispatch combine --repetitions 150", 90),
@@ -85,9 +85,9 @@ STEPS = {
     90,
     True,
   ),
-  "stress_layer": Step("stress --parts layer --repetitions 1", 120, True),
+  "stress_layer": Step("stress --parts layer --repetitions 1", 180, True),
   "stress_scan": Step("stress --parts scan --repetitions 1", 60, True),
-  "stress_train": Step("stress --parts train --repetitions 1", 60, True),
+  "stress_train": Step("stress --parts train --repetitions 1", 90, True),
   "pairwise": Step("matrix --minutes 7", 540, True),
   "prefill_3.8": Step(f"{_PREFILL} --skew 3.8", 240),
   "prefill_3": Step(f"{_PREFILL} --skew 3", 240),
@@ -99,7 +99,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
   parser.add_argument("programs", type=pathlib.Path, help="folder of compiled programs")
   parser.add_argument("results", type=pathlib.Path, help="folder of what was measured")
-  parser.add_argument("--gpu", required=True, choices=list(targets.CHIPS))
+  parser.add_argument("--gpu", choices=list(targets.CHIPS), help="by default, that of this host")
   parser.add_argument("--ranks", type=int, required=True)
   parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
   parser.add_argument("--workers", type=int, default=0, help="processes that compile")
@@ -110,6 +110,13 @@ def main() -> int:
     parser.error(f"--ranks: expected at least {_LEAST_RANKS}, got {args.ranks}")
   if args.make and not args.workers:
     parser.error("--make: expected --workers that compile, got none")
+  if args.make and args.gpu is None:
+    parser.error("--make: expected --gpu, as this host need not have one, got none")
+  if not args.make:
+    found = gpu_here()
+    if args.gpu not in (None, found):
+      parser.error(f"--gpu: expected that of this host, {found}, got {args.gpu}")
+    args.gpu = found
   args.results.mkdir(parents=True, exist_ok=True)
   end = time.monotonic() + 60 * args.minutes
   makers = Makers(args)
@@ -121,6 +128,15 @@ def main() -> int:
     return measure(args, makers, end)
   finally:
     makers.stop()
+
+
+def gpu_here() -> str:
+  """The name of this host's GPUs, asked in another process, as this one holds none of them."""
+  name = "from ultraep_jax.devices import known; print(known.find(known.here().device_kind).name)"
+  asked = subprocess.run([sys.executable, "-c", name], capture_output=True, text=True, check=False)
+  if asked.returncode:
+    raise SystemExit(f"expected GPUs with a description, got\n{asked.stderr}")
+  return asked.stdout.strip()
 
 
 def measure(args: argparse.Namespace, makers: "Makers", end: float) -> int:

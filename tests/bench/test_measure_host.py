@@ -103,3 +103,28 @@ def test_steps_that_fail_or_take_too_long_are_told_of(tmp_path, monkeypatch, cap
   assert len(started) > len(steps) + 1  # while steps run, too
   assert measure_host.measure(args, makers, measure_host.time.monotonic()) == 1
   assert "good (no time), bad (no time), long (no time)" in capsys.readouterr().out
+
+
+def test_programs_are_compiled_for_the_gpus_of_the_host(tmp_path, monkeypatch, capsys):
+  measured = []
+  monkeypatch.setattr(measure_host, "gpu_here", lambda: "h200")
+  monkeypatch.setattr(measure_host, "measure", lambda args, *_: measured.append(args.gpu))
+  usual = ["measure_host.py", str(tmp_path), str(tmp_path), "--ranks", "4"]
+  monkeypatch.setattr("sys.argv", usual)
+  measure_host.main()
+  monkeypatch.setattr("sys.argv", [*usual, "--gpu", "h200"])
+  measure_host.main()
+  assert measured == ["h200", "h200"]
+  for wrong, said in (
+    (["--gpu", "h100"], "expected that of this host, h200, got h100"),
+    (["--make", "--workers", "1"], "--make: expected --gpu"),
+  ):
+    monkeypatch.setattr("sys.argv", [*usual, *wrong])
+    with pytest.raises(SystemExit):
+      measure_host.main()
+    assert said in capsys.readouterr().err
+
+
+def test_a_host_without_gpus_is_told_of():
+  with pytest.raises(SystemExit, match="expected GPUs with a description, got"):
+    measure_host.gpu_here()
