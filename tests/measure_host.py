@@ -108,14 +108,14 @@ def main() -> int:
   args = parser.parse_args()
   if args.ranks < _LEAST_RANKS:
     parser.error(f"--ranks: expected at least {_LEAST_RANKS}, got {args.ranks}")
-  if args.make and not args.workers:
-    parser.error("--make: expected --workers that compile, got none")
-  if args.make and args.gpu is None:
-    parser.error("--make: expected --gpu, as this host need not have one, got none")
-  if not args.make:
-    found = gpu_here()
-    if args.gpu not in (None, found):
-      parser.error(f"--gpu: expected that of this host, {found}, got {args.gpu}")
+  if args.make:
+    if not args.workers:
+      parser.error("--make: expected --workers that compile, got none")
+    if args.gpu is None:
+      parser.error("--make: expected --gpu, as this host need not have one, got none")
+  elif args.gpu not in (None, found := gpu_here()):
+    parser.error(f"--gpu: expected that of this host, {found}, got {args.gpu}")
+  else:
     args.gpu = found
   args.results.mkdir(parents=True, exist_ok=True)
   end = time.monotonic() + 60 * args.minutes
