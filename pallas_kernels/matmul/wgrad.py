@@ -32,7 +32,7 @@ from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
-from pallas_kernels.warp.branches import when
+from pallas_kernels.warp.branches import for_size, when
 
 _ALIGNED = 8  # rows: TMA fills tiles of so many
 # A float32 tile takes a while to store: one warpgroup does while the other multiplies.
@@ -138,7 +138,7 @@ def wgrad_beside(
         pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECES[dtype], dtype=dtype),
       ]
     ],
-    loads=tile.strips + 1,
+    loads=2 * tile.strips + 1,
     tile=tile,
     tuning=tuning,
     kernel_name="grouped_matmul_wgrad",
@@ -203,6 +203,10 @@ def _body(
   slot_tiles = num_rows * num_cols
   strip, me, used = pipeline.strip_index(tile), pipeline.warpgroup(), table[5, 0]
   ring = Ring(full, free, tuning.stages)
+  # Rows that a warpgroup's threads clear at a time: four tiles of the layout, or a multiple.
+  slab = next(n for n in (16, 32) if n // 8 * (tile.strip // UNIT) % 4 == 0)
+  # Rows that a group's last stage may have; blocks of a cluster share the rows evenly.
+  ends = tuple(range(slab, DEPTH + 1, slab)) if tuning.cluster == 1 else (DEPTH,)
 
   def describe(t: Array, rank: Array) -> Work:
     index, in_slot = (f(t, jnp.int32(slot_tiles)) for f in (lax.div, lax.rem))
@@ -220,18 +224,31 @@ def _body(
     return lax.min(out_row + strip * tile.strip, jnp.int32(height - tile.strip))
 
   def load(work: Work, before: Array, owner: Array) -> None:
-    _, first_row, _, _, out_row, out_col, *_ = work.rest
+    _, first_row, _, end, out_row, out_col, *_ = work.rest
 
-    def step(k: Array, _: None) -> None:
+    def step(k: Array, filled: int) -> None:
+      """Loads a stage; rows from ``filled`` on become zero on the left side."""
       stage, loaded = ring.acquire(before + k, owner)
-      depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, _ALIGNED), DEPTH)
-      for strip in range(tile.strips):
-        source = rows.at[depth, pl.ds(strip_row(out_row, strip), tile.strip)]
-        pipeline.load_common_rows(source, lhs.at[stage, strip], loaded, tuning)
-      source = grad.at[depth, pl.ds(out_col, tile.cols)]
+      first = first_row + k * DEPTH
+
+      def depth(start: Array, count: int) -> Any:
+        return pl.ds(pl.multiple_of(start, _ALIGNED), count)
+
+      # A stage has two parts, so that as many copies arrive at each. What a copy takes from behind
+      # the last row is zero.
+      cut = DEPTH // 2 if filled == DEPTH else filled
+      rest = first + cut if filled == DEPTH else lax.max(first, jnp.int32(rows.shape[0]))
+      for start, row, count in ((first, 0, cut), (rest, cut, DEPTH - cut)):
+        for strip in range(tile.strips):
+          source = rows.at[depth(start, count), pl.ds(strip_row(out_row, strip), tile.strip)]
+          target = lhs.at[stage, strip, pl.ds(row, count)]
+          pipeline.load_common_rows(source, target, loaded, tuning)
+      source = grad.at[depth(first, DEPTH), pl.ds(out_col, tile.cols)]
       plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
 
-    lax.fori_loop(0, work.steps, step, None)
+    last = work.steps - 1
+    lax.fori_loop(0, last, lambda k, _: step(k, DEPTH), None)
+    when(last >= 0)(lambda: for_size(end - last * DEPTH, ends, functools.partial(step, last)))
 
   def keep(part: Any, begin: Array | int, end: Array) -> None:
     """Makes all rows but these zero, 16 bytes of a thread at a time."""
@@ -242,8 +259,11 @@ def _body(
 
   def clear(stage: Array, begin: Array, end: Array) -> None:
     """Makes rows of other groups zero in this warpgroup's strip, and so their products."""
-    for c in range(0, tile.strip, UNIT):
-      keep(lhs.at[stage, strip, :, pl.ds(c, UNIT)], begin, end)
+    for row in range(0, DEPTH, slab):
+      loaded = True if ends == (DEPTH,) else end > row  # else it is zero
+      when((begin > row) | ((end < row + slab) & loaded))(
+        lambda row=row: keep(lhs.at[stage, strip, pl.ds(row, slab)], begin - row, end - row)
+      )
     plgpu.commit_smem()
 
   def clear_grad(stage: Array, end: Array) -> None:
