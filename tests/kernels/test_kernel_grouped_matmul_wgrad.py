@@ -126,6 +126,14 @@ def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, dtype):
     check(sizes, tuning, num_home, depth, cols, dtype=dtype)
 
 
+# Ends of groups in their last stage: one row before a part of it ends, there, and one behind.
+@pytest.mark.parametrize("sizes", [[15, 24, 40, 56], [16, 32, 48, 64], [17, 32, 48, 64]])
+@pytest.mark.parametrize("tuning", [TOGETHER, IN_TURNS])
+def test_each_last_stage_has_all_rows_of_its_group(sizes, tuning):
+  with interpreted():
+    check(sizes, tuning, num_home=2, depth=128, cols=128)
+
+
 # Tiles that neither rows nor columns divide into, or that are larger than the result.
 @pytest.mark.parametrize(
   ("capacity", "tuning", "depth", "cols", "dtype"),
