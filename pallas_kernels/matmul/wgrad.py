@@ -155,7 +155,7 @@ def inner_steps(
   """Which rows are contracted for each slot.
 
   TMA loads stages that begin at a multiple of 8. So the first and the last one of a group may
-  have rows of others, which the kernel clears.
+  have rows of others, which must add nothing.
 
   Returns:
     ``[6, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
@@ -260,8 +260,10 @@ def _body(
   def clear(stage: Array, begin: Array, end: Array) -> None:
     """Makes rows of other groups zero in this warpgroup's strip, and so their products."""
     for row in range(0, DEPTH, slab):
-      loaded = True if ends == (DEPTH,) else end > row  # else it is zero
-      when((begin > row) | ((end < row + slab) & loaded))(
+      behind = end < row + slab
+      if len(ends) > 1:  # slabs that begin behind the group are zero already
+        behind &= end > row
+      when((begin > row) | behind)(
         lambda row=row: keep(lhs.at[stage, strip, pl.ds(row, slab)], begin - row, end - row)
       )
     plgpu.commit_smem()
