@@ -234,8 +234,9 @@ def _body(
       def depth(start: Array, count: int) -> Any:
         return pl.ds(pl.multiple_of(start, _ALIGNED), count)
 
-      # A stage has two parts, so that as many copies arrive at each. What a copy takes from behind
-      # the last row is zero.
+      # In two parts, also where one would do: the barrier expects equally many copies every time.
+      # The last stage takes its second part from behind the last row, where TMA writes zeros. The
+      # maximum is always that row; Pallas does not lower it as a constant.
       cut = DEPTH // 2 if filled == DEPTH else filled
       rest = first + cut if filled == DEPTH else lax.max(first, jnp.int32(rows.shape[0]))
       for start, row, count in ((first, 0, cut), (rest, cut, DEPTH - cut)):

@@ -99,7 +99,8 @@ def interpreted(races: bool = False) -> Iterator[None]:
 
     return launch(with_views, *operands, shared=shared, **kwargs)
 
-  # Copies beyond an operand's end give zeros on a GPU; here, what a test sees if it is used.
+  # Copies from beyond an operand's end give zeros, as on a GPU. Other reads there give what a test
+  # sees if it is used.
   params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   mosaic_interpret.install()  # what kernels inline is interpreted by its twin
   mode = mosaic_interpret.interpreted() if races else plgpu.force_gpu_interpret_mode(params)

@@ -29,6 +29,7 @@ from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
 
 STEPS_CAPACITY, SLOTS = 1024, 6
 IN_PAIRS = MatmulTuning(blocks=4, cluster=2)
+WIDE_STRIPS = MatmulTuning("in_turns", rows=192, cols=128, blocks=2)
 
 # Widths of several models, of one tile, of less; one home slot, no replica, odd sizes, one row.
 SHAPES = [
@@ -126,12 +127,12 @@ def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, dtype):
     check(sizes, tuning, num_home, depth, cols, dtype=dtype)
 
 
-# Ends of groups in their last stage: one row before a part of it ends, there, and one behind.
+# Groups that end one row before, at, and one row behind a border of parts of their last stage.
 @pytest.mark.parametrize("sizes", [[15, 24, 40, 56], [16, 32, 48, 64], [17, 32, 48, 64]])
-@pytest.mark.parametrize("tuning", [TOGETHER, IN_TURNS])
+@pytest.mark.parametrize("tuning", [TOGETHER, IN_TURNS, WIDE_STRIPS])
 def test_each_last_stage_has_all_rows_of_its_group(sizes, tuning):
   with interpreted():
-    check(sizes, tuning, num_home=2, depth=128, cols=128)
+    check(sizes, tuning, num_home=2, depth=192, cols=128)
 
 
 # Tiles that neither rows nor columns divide into, or that are larger than the result.
