@@ -199,17 +199,21 @@ class PlanCost(NamedTuple):
   """What ``objective="time"`` weighs, in rows of expert matmul (int32).
 
   Attributes:
-    copy_rows: rows whose matmul takes as long as sending one expert's weights delays a layer.
+    copy_rows: rows whose matmuls take as long as sending one expert's weights delays a layer.
     capacity_rows: rows that a rank computes in one round. A plan that fits comes before any that
       does not, whatever its copies cost.
     link_rows: rows whose matmuls take as long as one expert's weights travel beside them. With
       gradients also those of which certain matmuls of backward take as long as a part of it
       travels, weights or gradients; the most counts. A layer takes no less than its copies travel.
+    group_rows: rows whose matmuls take as long as one group more for the same rows: reading an
+      expert's weights, and what its last tile lacks. An expert with rows is a group at home, unless
+      copies serve all of them, and one in each of its copies.
   """
 
   copy_rows: int | Array
   capacity_rows: int | Array
   link_rows: int | Array = 0
+  group_rows: int | Array = 0
 
 
 class Routes(NamedTuple):

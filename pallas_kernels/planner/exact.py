@@ -50,7 +50,7 @@ _UNIT = 1 << 16  # two numbers in one int32: shared memory holds fewer experts
 
 
 class _State(NamedTuple):
-  load: Parts
+  rows: Parts
   filled: Parts
   sends: Parts
 
@@ -66,15 +66,16 @@ class _Gift(NamedTuple):
 
 
 def construct(
-  table: Tables, total: Array, domain: Array, placement: Placement, problem: Problem
+  table: Tables, group: Array, domain: Array, placement: Placement, problem: Problem
 ) -> Outcome:
   """While a rank is above the mean it gives the least loaded rank its whole deficit.
 
-  ``table.load`` ends as what is left at home; the marks lie in ``table.key_load``.
+  ``table.load`` ends as what is left at home; the marks lie in ``table.key_load``. The outcome's
+  loads are rows and ``group`` for each group of them.
   """
-  ranks, load = ranks_of(problem), of_ranks(table.rank_load, 0, problem)
+  ranks, rows = ranks_of(problem), of_ranks(table.rank_rows, 0, problem)
   zeros = [rank * 0 for rank in ranks]
-  cap = ceil_div(total, problem.domain_size)
+  cap = ceil_div(over(warp_sum, rows), problem.domain_size)
   fill(table.key_load, problem.domain_experts, 0)
   barrier()
 
@@ -87,9 +88,9 @@ def construct(
 
   def step(state: _State) -> _State:
     beyond = [where(r < problem.domain_size, r * 0, INT32_MAX) for r in ranks]
-    open_load = [jnp.maximum(x, y) for x, y in zip(state.load, beyond, strict=True)]
-    most, least = over(warp_max, state.load), over(warp_min, open_load)
-    giver, receiver = first_with(most, state.load), first_with(least, open_load)
+    open_rows = [jnp.maximum(x, y) for x, y in zip(state.rows, beyond, strict=True)]
+    most, least = over(warp_max, state.rows), over(warp_min, open_rows)
+    giver, receiver = first_with(most, state.rows), first_with(least, open_rows)
     deficit = cap - least
     # As in greedy placement, the first copy of an expert that a giver receives ends a chain.
     sent = [where(r == receiver, x, 0) for r, x in zip(ranks, state.sends, strict=True)]
@@ -114,21 +115,36 @@ def construct(
     barrier()
     sends = plus(state.sends, giver, filled if problem.count_copies else firsts)
     return _State(
-      load=plus(plus(state.load, receiver, deficit), giver, -deficit),
+      rows=plus(plus(state.rows, receiver, deficit), giver, -deficit),
       filled=plus(state.filled, receiver, filled),
       sends=plus(sends, receiver, forwards),
     )
 
   def above(state: _State) -> Array:
-    return any_of_warp(ones(over(warp_max, state.load) > cap))
+    return any_of_warp(ones(over(warp_max, state.rows) > cap))
 
-  state = lax.while_loop(above, step, _State(load, zeros, zeros))
+  state = lax.while_loop(above, step, _State(rows, zeros, zeros))
+  groups = _home_groups(table, problem) if problem.by_time else zeros
+  load = [x + group * (y + z) for x, y, z in zip(state.rows, groups, state.filled, strict=True)]
   return Outcome(
-    busiest=over(warp_max, state.load),
+    busiest=over(warp_max, load),
+    rows=over(warp_max, state.rows),
     replicas=over(warp_sum, state.filled),
     copies=over(warp_max, state.filled + state.sends),
     filled=state.filled,
   )
+
+
+def _home_groups(table: Tables, problem: Problem) -> Parts:
+  """Of each rank, its experts that have rows at home."""
+  home, last = problem.num_home, problem.domain_size - 1
+
+  def count(rank: Array) -> Array:
+    first = jnp.minimum(rank, last) * home
+    groups = unrolled(home, lambda m, n: n + ones(lookup(table.load, first + m) > 0), rank * 0)
+    return where(rank <= last, groups, 0)
+
+  return [count(rank) for rank in ranks_of(problem)]
 
 
 def _give(

@@ -39,6 +39,7 @@ from pallas_kernels.warp.warps import (
   lookup,
   ones,
   over,
+  saturating_add,
   shift_right,
   thread_index,
   warp_max,
@@ -63,6 +64,7 @@ class Probe(NamedTuple):
 
 class _State(NamedTuple):
   load: Parts
+  rows: Parts
   empty: Parts
   turn: Array  # the source's place in heat order
   turns: Array  # sources to come, this one counted
@@ -78,6 +80,7 @@ class _State(NamedTuple):
 
 def choose_probe(
   load: Parts,
+  rows: Parts,
   total: Array,
   goal: Array,
   block: Array,
@@ -97,7 +100,9 @@ def choose_probe(
     if problem.target is not None:
       special.append(goal)
     if problem.by_time:
-      special.append(lookup(cost_ref, probe * 0 + 1))
+      capacity = lookup(cost_ref, probe * 0 + 1)
+      groups = over(warp_max, [x - y for x, y in zip(load, rows, strict=True)])
+      special.append(saturating_add(groups, capacity))
     step = lookup(steps_ref, jnp.minimum(index, len(problem.steps) - 1))
     span = busiest - mean
     # span * step / 2^15 rounded up, without an intermediate product beyond int32.
@@ -115,9 +120,12 @@ def choose_probe(
   )
 
 
-def run(table: Tables, probe: Probe, placement: Placement, problem: Problem) -> Outcome:
-  """Makes all steps of each warp's probe."""
-  load, heat = of_ranks(table.rank_load, 0, problem), of_ranks(table.heat, -1, problem)
+def run(
+  table: Tables, probe: Probe, group: Array, placement: Placement, problem: Problem
+) -> Outcome:
+  """Makes all steps of each warp's probe; ``group``: rows that a group costs."""
+  load, rows = (of_ranks(x, 0, problem) for x in (table.rank_load, table.rank_rows))
+  heat = of_ranks(table.heat, -1, problem)
   zero = load[0] * 0
   zeros = [zero for _ in load]
   empty = [where(h >= 0, zero + problem.num_slots, 0) for h in heat]
@@ -125,12 +133,14 @@ def run(table: Tables, probe: Probe, placement: Placement, problem: Problem) -> 
   key = turn * problem.num_home
   need = lookup(table.hot_load, turn) - probe.threshold
   left, one = lookup(table.key_load, key), zero + 1
-  state = _State(load, empty, turn, probe.sources, key, need, left, one, zero, zeros, zero, one)
-  step = functools.partial(_step, table, probe, heat, placement, problem)
+  turns = probe.sources
+  state = _State(load, rows, empty, turn, turns, key, need, left, one, zero, zeros, zero, one)
+  step = functools.partial(_step, table, probe, group, heat, placement, problem)
   state = lax.while_loop(lambda state: any_of_warp(state.alive), step, state)
   filled = [where(h >= 0, problem.num_slots - e, 0) for h, e in zip(heat, state.empty, strict=True)]
   return Outcome(
     busiest=over(warp_max, state.load),
+    rows=over(warp_max, state.rows),
     replicas=state.replicas,
     copies=over(warp_max, filled + state.sends),
     filled=filled,
@@ -140,6 +150,7 @@ def run(table: Tables, probe: Probe, placement: Placement, problem: Problem) -> 
 def _step(
   table: Tables,
   probe: Probe,
+  group: Array,
   heat: Parts,
   placement: Placement,
   problem: Problem,
@@ -163,7 +174,7 @@ def _step(
   expert = lookup(table.key_expert, state.key)
 
   slack = [
-    where(empty > 0, jnp.maximum(threshold - load, 0), 0)
+    where(empty > 0, jnp.maximum(threshold - group - load, 0), 0)
     for load, empty in zip(state.load, state.empty, strict=True)
   ]
   most = over(warp_max, slack)
@@ -186,12 +197,13 @@ def _step(
   moves = active & (tokens >= min(problem.min_tokens, INT32_MAX))
   moves &= (probe.kind == _WHOLE) | _product_reaches(tokens, slots, need)
   tokens = where(moves, tokens, 0)
+  given = tokens + where(moves & (tokens == left), group, 0)
 
   last_place = divide(state.key, home)[1] == home - 1
   first = state.first > 0
   expert_done = ~moves | (tokens == left)
   # If nobody takes a first piece of this expert, nobody takes one of a smaller expert.
-  source_done = (tokens >= need) | (~moves & first) | (expert_done & last_place)
+  source_done = (given >= need) | (~moves & first) | (expert_done & last_place)
   source_done, expert_done = active & source_done, active & (expert_done | source_done)
 
   takes = [(rank == taker) & moves for rank in ranks]
@@ -207,16 +219,21 @@ def _step(
     has_end = where(expert_done, 0, jnp.maximum(has_end, over(warp_max, by_source)))
   for rank, empty, take in zip(ranks, state.empty, takes, strict=True):
     placement.put((rank + 1) * problem.num_slots - empty, expert, tokens, take)
+
+  def moved(values: Parts, taken: Array, given: Array) -> Parts:
+    return [
+      value + where(take, taken, 0) - where(place == state.turn, given, 0)
+      for value, take, place in zip(values, takes, heat, strict=True)
+    ]
+
   return _State(
-    load=[
-      load + where(take, tokens, 0) - where(place == state.turn, tokens, 0)
-      for load, take, place in zip(state.load, takes, heat, strict=True)
-    ],
+    load=moved(state.load, tokens + group, given),
+    rows=moved(state.rows, tokens, tokens),
     empty=[empty - ones(take) for empty, take in zip(state.empty, takes, strict=True)],
     turn=where(source_done, next_turn, state.turn),
     turns=state.turns - ones(source_done),
     key=where(source_done, next_turn * home, state.key + ones(expert_done)),
-    need=where(source_done, next_need, need - tokens),
+    need=where(source_done, next_need, need - given),
     left=where(source_done, first_left, where(expert_done, next_left, left - tokens)),
     first=where(expert_done, 1, where(moves, 0, state.first)),
     has_end=has_end,

@@ -40,6 +40,7 @@ from pallas_kernels.warp.warps import (
   lookup,
   ones,
   over,
+  saturating_add,
   store,
   thread_index,
   warp_max,
@@ -67,7 +68,8 @@ def kernel(
   Args:
     load_ref: ``[G * E]`` int32.
     steps_ref: the steps, int32.
-    cost_ref: ``[3]`` int32, rows: of a copy, of a round's capacity, of a copy on the links.
+    cost_ref: ``[4]`` int32, rows: of a copy, of a round's capacity, of a copy on the links, and of
+      a group.
     total_ref: ``[E]``, the loads of experts.
     report_ref: ``[N * blocks * report]``; of each block the first six tell its best candidate, and
       from the 128th on come the slots that its warps have filled, by rank.
@@ -78,7 +80,7 @@ def kernel(
   """
   table = Tables(*tables)
   block, domain = lax.axis_index(BLOCK_AXIS), lax.axis_index(DOMAIN_AXIS)
-  plan_tables.sum_loads(load_ref, table, domain, problem)
+  group = plan_tables.sum_loads(load_ref, cost_ref, table, domain, problem)
 
   @when(block == 0)
   def _() -> None:
@@ -94,8 +96,8 @@ def kernel(
   def placement(candidate: Array) -> Placement:
     return Placement(slots_ref, (index * PROBES + candidate) * problem.placement)
 
-  load = of_ranks(table.rank_load, 0, problem)
-  total, busiest = over(warp_sum, load), over(warp_max, load)
+  load, rows = (of_ranks(x, 0, problem) for x in (table.rank_load, table.rank_rows))
+  total, busiest, most_rows = over(warp_sum, load), over(warp_max, load), over(warp_max, rows)
   goal = _goal(total, problem)
 
   def report(outcome: Outcome) -> None:
@@ -104,21 +106,22 @@ def kernel(
 
   def report_nothing() -> None:
     zeros = [part * 0 for part in load]
-    report(Outcome(busiest, busiest * 0, busiest * 0, zeros))
+    report(Outcome(busiest, most_rows, busiest * 0, busiest * 0, zeros))
 
   def report_one_of_probes() -> None:
     plan_tables.sort(table, domain, problem)
-    probe = greedy.choose_probe(load, total, goal, block, steps_ref, cost_ref, problem)
-    report(greedy.run(table, probe, placement(warp), problem))
+    probe = greedy.choose_probe(load, rows, total, goal, block, steps_ref, cost_ref, problem)
+    report(greedy.run(table, probe, group, placement(warp), problem))
 
   def report_construction() -> None:
     first = placement(warp * 0)  # the block's warps make one placement, and report the same
-    report(plan_exact.construct(table, total, domain, first, problem))
+    report(plan_exact.construct(table, group, domain, first, problem))
 
   if not problem.searches:
     report_construction()
     return
-  searching = one_if(_may_gain(busiest, total, goal, cost_ref, problem))
+  nothing = Outcome(busiest, most_rows, busiest * 0, busiest * 0, [])
+  searching = one_if(_may_gain(nothing, total, goal, cost_ref, problem))
   constructing = one_if(block == problem.probe_blocks)
   makers = [report_nothing, report_one_of_probes, report_construction]
   lax.switch(searching * (1 + constructing), makers[: 2 + problem.constructs])
@@ -131,19 +134,22 @@ def _values(outcome: Outcome, goal: Array, cost_ref: Any, problem: Problem) -> t
     return value * 0, value
   copy_rows, capacity, link_rows = (lookup(cost_ref, value * 0 + i) for i in range(3))
   value = jnp.maximum(value, _saturating_mul(outcome.copies, link_rows))
-  value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
-  return ones(outcome.busiest > capacity), value
+  value = saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
+  return ones(outcome.rows > capacity), value
 
 
-def _may_gain(busiest: Array, total: Array, goal: Array, cost_ref: Any, problem: Problem) -> Array:
+def _may_gain(
+  outcome: Outcome, total: Array, goal: Array, cost_ref: Any, problem: Problem
+) -> Array:
   """Whether a candidate with copies could be better than doing nothing.
 
-  As ``may_gain`` in ``ultraep_jax/planning/search.py``, of one domain.
+  As ``may_gain`` in ``ultraep_jax/planning/search.py``, of one domain. ``outcome`` is that of doing
+  nothing.
   """
-  zero = busiest * 0
+  zero = total * 0
   mean = ceil_div(total, problem.domain_size)
-  above, nothing = _values(Outcome(busiest, zero, zero, []), goal, cost_ref, problem)
-  _, least = _values(Outcome(mean, zero + 1, zero + 1, []), goal, cost_ref, problem)
+  above, nothing = _values(outcome, goal, cost_ref, problem)
+  _, least = _values(Outcome(mean, mean, zero + 1, zero + 1, []), goal, cost_ref, problem)
   return any_of_warp(above + ones(nothing > least))
 
 
@@ -165,10 +171,6 @@ def _goal(total: Array, problem: Problem) -> Array:
 def _saturating_mul(left: Array, right: Array) -> Array:
   fits = left <= divide(left * 0 + INT32_MAX, jnp.maximum(right, 1))[0]
   return where(fits, left * right, INT32_MAX)
-
-
-def _saturating_add(left: Array, right: Array) -> Array:
-  return left + jnp.minimum(right, INT32_MAX - left)
 
 
 def before(left: Sequence[Array], right: Sequence[Array]) -> Array:

@@ -31,7 +31,7 @@ from pallas_kernels.planner.probes import (
 from pallas_kernels.planner.tables import PROBES, Problem, Tables
 from pallas_kernels.support import Array
 
-_NO_COST = (1, 0, 0)  # unread; XLA launches a separate kernel to fill constants and iotas
+_NO_COST = (1, 0, 0, 0)  # unread; XLA launches a separate kernel to fill constants and iotas
 # Only this lowering leaves a warp its own control flow. The kernels reach no other device.
 _PARAMS = plgpu.CompilerParams(
   lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True
@@ -64,8 +64,8 @@ def plan_quota(
     transfer: ``"direct"`` (the home sends each copy), ``"relay"`` or ``"auto"``.
     by_time: judge candidates by ``cost``, not by the busiest rank.
     target: a busiest rank below ``ceil(target * mean)`` counts as that.
-    cost: ``[3]`` int32 with ``by_time``: rows of a copy, of a round's capacity, of a copy on the
-      links.
+    cost: ``[4]`` int32 with ``by_time``: rows of a copy, of a round's capacity, of a copy on the
+      links, and of a group.
     steps: thresholds to try, from the mean to the busiest rank in units of 2^-15 of the way.
     searches: tries thresholds; else the plan is that of the exact construction.
 
@@ -99,14 +99,14 @@ def plan_quota(
       "num_slots, min_tokens: expected slots that suffice for every load and 1 without a search, "
       f"got {num_slots} and {min_tokens}"
     )
-  load, cost_3 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
-  load = varying.vary(load, varying.axes_of(cost_3))
+  load, cost_4 = load_GE.reshape(-1), jnp.array(_NO_COST, jnp.int32) if cost is None else cost
+  load = varying.vary(load, varying.axes_of(cost_4))
   domains, candidates = problem.num_domains, problem.num_domains * problem.blocks * PROBES
   typed = jax.typeof(load)
   steps_T = jnp.array(problem.steps or (0,), jnp.int32)
   total, report, slots = launch(
     functools.partial(plan_probes.kernel, problem=problem),
-    [load, steps_T, cost_3],
+    [load, steps_T, cost_4],
     out_type=[
       typed.update(shape=(num_experts,)),
       typed.update(shape=(domains * problem.blocks * problem.report,)),
@@ -160,9 +160,9 @@ def _check(load_GE: Array, domain_size: int, by_time: bool, cost: Array | None) 
   if domain_size < 1 or num_ranks % domain_size:
     raise ValueError(f"domain_size: expected a divisor of {num_ranks} ranks, got {domain_size}")
   if by_time and cost is None:
-    raise ValueError("cost: expected an int32 array of shape (3,) with by_time, got None")
-  if cost is not None and cost.shape != (3,):
-    raise ValueError(f"cost: expected shape (3,), got {cost.shape}")
+    raise ValueError("cost: expected an int32 array of shape (4,) with by_time, got None")
+  if cost is not None and cost.shape != (4,):
+    raise ValueError(f"cost: expected shape (4,), got {cost.shape}")
   if cost is not None and cost.dtype != jnp.int32:
     raise TypeError(f"cost: expected int32, got {cost.dtype}")
 

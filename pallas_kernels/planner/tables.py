@@ -17,16 +17,19 @@ import jax.numpy as jnp
 from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import barrier, put_at
 from pallas_kernels.warp.warps import (
+  INT32_MAX,
   LANES,
   THREADS,
   divide,
   each_piece,
   lookup,
   ones,
+  over,
   padded,
   store,
   thread_index,
   unrolled,
+  warp_sum,
   where,
 )
 
@@ -106,8 +109,9 @@ class Tables(NamedTuple):
   An expert's place in heat order is that of its rank, then its own among those of the rank.
   """
 
-  load: Any  # [R * M], of experts
-  rank_load: Any  # [R]
+  load: Any  # [R * M], rows of experts
+  rank_rows: Any  # [R]
+  rank_load: Any  # [R], rows and what groups cost
   heat: Any  # [R], the place of a rank
   hot_load: Any  # [R], in heat order
   key_load: Any  # [R * M], in heat order
@@ -117,7 +121,7 @@ class Tables(NamedTuple):
   @staticmethod
   def sizes(problem: Problem) -> "Tables":
     ranks, experts = padded(problem.domain_size), padded(problem.domain_experts)
-    return Tables(experts, ranks, ranks, ranks, experts, experts, 5 * THREADS)
+    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, 5 * THREADS)
 
 
 class Placement(NamedTuple):
@@ -136,14 +140,21 @@ class Placement(NamedTuple):
 class Outcome(NamedTuple):
   """What a placement is judged by, each the same in all lanes of a warp."""
 
-  busiest: Array
+  busiest: Array  # load
+  rows: Array  # the most of a rank
   replicas: Array
   copies: Array  # the most that a rank sends or receives
   filled: Parts  # slots of each rank
 
 
-def sum_loads(load_ref: Any, table: Tables, domain: Array, problem: Problem) -> None:
-  """Loads of the domain's experts, from all ranks, and of its ranks."""
+def sum_loads(
+  load_ref: Any, cost_ref: Any, table: Tables, domain: Array, problem: Problem
+) -> Array:
+  """Loads of the domain's experts, from all ranks, and of its ranks.
+
+  Returns:
+    Rows that a group costs, in each thread: fewer where loads would not fit int32.
+  """
   pieces = padded(problem.domain_experts) // THREADS
   together = max(n for n in range(1, 9) if pieces % n == 0)
 
@@ -167,11 +178,32 @@ def sum_loads(load_ref: Any, table: Tables, domain: Array, problem: Problem) -> 
 
   def sum_experts(rank: Array) -> None:
     first = jnp.minimum(rank, problem.domain_size - 1) * problem.num_home
-    load = unrolled(problem.num_home, lambda m, x: x + lookup(table.load, first + m), rank * 0)
-    put_at(table.rank_load, rank, load)
+
+    def add(m: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+      (rows, groups), load = sums, lookup(table.load, first + m)
+      return rows + load, groups + ones(load > 0)
+
+    rows, groups = unrolled(problem.num_home, add, (rank * 0, rank * 0))
+    put_at(table.rank_rows, rank, rows)
+    put_at(table.rank_load, rank, groups)
 
   each_piece(problem.domain_size, sum_experts)
   barrier()
+  rows = of_ranks(table.rank_rows, 0, problem)
+  if not problem.by_time:
+    group = rows[0] * 0
+  else:
+    most = problem.domain_size * (problem.num_home + problem.num_slots)
+    room = divide(INT32_MAX - over(warp_sum, rows), most)[0]
+    group = jnp.minimum(lookup(cost_ref, rows[0] * 0 + 3), room)
+
+  def weigh(rank: Array) -> None:
+    groups = lookup(table.rank_load, rank)
+    put_at(table.rank_load, rank, lookup(table.rank_rows, rank) + group * groups)
+
+  each_piece(problem.domain_size, weigh)
+  barrier()
+  return group
 
 
 def sort(table: Tables, domain: Array, problem: Problem) -> None:

@@ -11,11 +11,11 @@ INT32_MAX = 2**31 - 1
 RULES = tuple(itertools.product((True, False), (False, True), ("even", "whole", "whole even")))
 
 
-def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fits, kind):
+def twin_probe(loads, ranks, slots, min_tokens, group, threshold, hot_first, fits, kind):
   """Slots of each rank as ``[(expert, tokens)]``, and the experts and takers in order."""
   per_rank = len(loads) // ranks
   left = list(loads)
-  load = [sum(loads[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)]
+  load = rank_loads(loads, [[] for _ in range(ranks)], group).tolist()
   held, order = [[] for _ in range(ranks)], []
   sources = sorted((r for r in range(ranks) if load[r] > threshold), key=lambda r: (-load[r], r))
   for source in sources if hot_first else reversed(sources):
@@ -23,9 +23,9 @@ def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fits, kind
     for expert in sorted(own, key=lambda e: (-loads[e], e)):
       while load[source] > threshold and left[expert]:
         slack = {
-          r: threshold - load[r]
+          r: threshold - group - load[r]
           for r in range(ranks)
-          if load[r] < threshold and len(held[r]) < slots and expert not in dict(held[r])
+          if load[r] < threshold - group and len(held[r]) < slots and expert not in dict(held[r])
         }
         if not slack:
           break
@@ -43,12 +43,9 @@ def twin_probe(loads, ranks, slots, min_tokens, threshold, hot_first, fits, kind
           break
         held[taker].append((expert, tokens))
         order.append((expert, taker))
-        for ledger, index, change in (
-          (load, source, -tokens),
-          (load, taker, tokens),
-          (left, expert, -tokens),
-        ):
-          ledger[index] += change
+        left[expert] -= tokens
+        load[source] -= tokens + (0 if left[expert] else group)
+        load[taker] += tokens + group
   return held, order
 
 
@@ -75,15 +72,16 @@ def twin_construction(loads, ranks, slots):
   return held, order
 
 
-def rank_loads(loads, held):
+def rank_loads(loads, held, group=0):
+  """Rows of ranks, and ``group`` for every group of rows."""
   ranks = len(held)
-  per_rank = len(loads) // ranks
-  load = np.add.reduceat(np.asarray(loads, np.int64), np.arange(0, len(loads), per_rank))
+  per_rank, left, load = len(loads) // ranks, list(map(int, loads)), []
+  for expert, tokens in itertools.chain(*held):
+    left[expert] -= tokens
   for rank, copies in enumerate(held):
-    for expert, tokens in copies:
-      load[expert // per_rank] -= tokens
-      load[rank] += tokens
-  return load
+    rows = left[rank * per_rank : (rank + 1) * per_rank] + [tokens for _, tokens in copies]
+    load.append(sum(rows) + group * sum(size > 0 for size in rows))
+  return np.array(load, np.int64)
 
 
 def most_copies(held, order, per_rank, transfer):
@@ -110,20 +108,24 @@ def twin_plan(loads, ranks, config, cost=None):
   slots, min_tokens = config.replica_slots, config.min_tokens_per_replica
   if slots == 0 or ranks == 1:
     return [[] for _ in range(ranks)], 0
-  before = rank_loads(loads, [[] for _ in range(ranks)])
-  mean, top = -(-sum(loads) // ranks), int(before.max())
-  goal = (
-    0 if config.target is None else math.ceil(Fraction(str(config.target)) * sum(loads) / ranks)
-  )
+  group, by_time = 0, config.objective == "time"
+  if by_time:  # no load exceeds int32
+    room = (INT32_MAX - sum(loads)) // (len(loads) + ranks * slots)
+    group = min(cost.group_rows, room)
+  before = rank_loads(loads, [[] for _ in range(ranks)], group)
+  total, top = int(before.sum()), int(before.max())
+  mean = -(-total // ranks)
+  goal = 0 if config.target is None else math.ceil(Fraction(str(config.target)) * total / ranks)
   constructs = slots >= len(loads) * (1 - Fraction(1, ranks)) / ranks and min_tokens == 1
   thresholds = [mean]
   if not constructs or config.objective == "time" or config.target is not None:
     steps = [round(2 ** (15 - 15 * k / 38)) for k in range(39)]
     thresholds = [mean + -(-(top - mean) * step // 2**15) for step in steps] + [mean]
     thresholds += [goal] * (config.target is not None)
-    thresholds += [cost.capacity_rows] if config.objective == "time" else []
+    groups = int((before - rank_loads(loads, [[] for _ in range(ranks)])).max())
+    thresholds += [cost.capacity_rows + groups] if by_time else []
   candidates = [
-    twin_probe(loads, ranks, slots, min_tokens, threshold, *rule)
+    twin_probe(loads, ranks, slots, min_tokens, group, threshold, *rule)
     for threshold in dict.fromkeys(min(max(t, mean), top) for t in thresholds)
     for rule in RULES
   ]
@@ -131,12 +133,13 @@ def twin_plan(loads, ranks, config, cost=None):
 
   def keys(candidate):
     held, order = candidate
-    rows = int(rank_loads(loads, held).max())
+    busiest = int(rank_loads(loads, held, group).max())
     copies = most_copies(held, order, len(loads) // ranks, config.transfer)
-    above, value = False, max(rows, goal)
-    if config.objective == "time":
-      above, value = rows > cost.capacity_rows, time_cost(value, copies, cost)
-    return above, value, sum(map(len, held)), copies, rows
+    above, value = False, max(busiest, goal)
+    if by_time:
+      above = rank_loads(loads, held).max() > cost.capacity_rows
+      value = time_cost(value, copies, cost)
+    return above, value, sum(map(len, held)), copies, busiest
 
   best = min(candidates, key=keys)
   return best[0], keys(best)[3]

@@ -22,7 +22,7 @@ from ultraep_jax.types import PlanCost
 from ultraep_jax.workloads import zipf_loads
 
 STEPS = (9000, 500)  # few thresholds: interpretation is slow
-COST = PlanCost(50, 3000, 700)
+COST = PlanCost(50, 3000, 700, 30)
 
 # (ranks, experts, slots, options)
 CONFIGS = {
@@ -291,8 +291,8 @@ DEFAULTS = {
     ((4, 18), {}, ValueError, r"load_GE: expected shape \[G, E\]"),
     ((4, 16), {"domain_size": 3}, ValueError, "domain_size: expected a divisor of 4 ranks, got 3"),
     ((4, 16), {"by_time": True}, ValueError, "cost: expected an int32 array"),
-    ((4, 16), {"cost": jnp.zeros(2, jnp.int32)}, ValueError, r"cost: expected shape \(3,\)"),
-    ((4, 16), {"cost": jnp.zeros(3)}, TypeError, "cost: expected int32, got float32"),
+    ((4, 16), {"cost": jnp.zeros(2, jnp.int32)}, ValueError, r"cost: expected shape \(4,\)"),
+    ((4, 16), {"cost": jnp.zeros(4)}, TypeError, "cost: expected int32, got float32"),
   ],
 )
 def test_rejects(shape, options, error, message):

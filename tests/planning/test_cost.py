@@ -30,16 +30,19 @@ def experts(width, inner, num=1, fused=False, dtype=BF16):
 # --- what things cost ------------------------------------------------------------------------
 
 
-def test_a_copy_is_what_is_exposed_of_it_and_a_slot():
-  """Qwen3-235B's: 37.7 MB travel 108 µs, which are about 2300 rows; and half a tile."""
+def test_a_copy_is_what_is_exposed_of_it():
+  """Qwen3-235B's: 37.7 MB travel 108 µs, which are about 2300 rows."""
   cost = cost_on(H200, BF16, experts(4096, 1536), 1000)
   size = 3 * 4096 * 1536
   row = 2 * size / H200.matmul_rate(4096, 1536)
   sent = H200["copy_exposed_forward"] * 2 * size / H200["copy_rate"]
-  slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
-  assert cost.plan.copy_rows == round((sent + slot) / row)
+  assert cost.plan.copy_rows == round(sent / row)
   assert cost.plan.link_rows == round(2 * size / H200["copy_rate"] / row)
   assert 2200 < cost.plan.link_rows < 2400 and cost.plan.copy_rows < 600
+  # A group, of a copy or at home: half a tile and reading the weights, of which 0.7 are exposed.
+  slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
+  assert cost.plan.group_rows == round(0.7 * slot / row) == 103
+  assert cost.costs == cost.plan.copy_rows + 103 + cost.fixed_rows
   assert cost.plan.capacity_rows == 1000
   assert cost.fixed_rows == round(142e-6 / row)
 
@@ -60,7 +63,7 @@ def test_copies_alone_cost_all_of_their_time():
   size, row = 12 * 4096 * 1536, costs.row_seconds(H200.portable, 4096, 1536)
   slot = 512 + 3 * H200.portable["tile_seconds"] / row
   assert kernels.plan.copy_rows == round(size / H200["copy_rate"] / row + slot)
-  assert kernels.plan.link_rows == 0
+  assert kernels.plan.link_rows == kernels.plan.group_rows == 0
   assert portable.plan.copy_rows == round(size / H200.portable["copy_rate"] / row + slot)
 
 
@@ -127,13 +130,14 @@ def test_training_sends_copies_twice_and_gradients_home(beside, fused, dtype, sl
   sent, home = 2 * size / links["copy_rate"], size / links["reduce_rate"]
   home *= 2 if dtype == "bfloat16" else 4
   delay = 0.25 * sent + 0.5 * sent + 0.75 * home if beside else 2 * sent + home
-  delay += sum(costs.slot_seconds(device, *shape) for shape in shapes)
+  slots = sum(costs.slot_seconds(device, *shape) for shape in shapes)
   # Of backward's six matmuls copies of gate and up have one, gradients four; or three if fused.
   matmul = costs.row_seconds(device, *shapes[1]) / 6
   # Of copies 1.73 times as much may travel as that lasts, of gradients 1.15 times.
   limits = [(2 * sent + home) / row, (2 / 3 * sent + 21.2e-6) / matmul / 1.73]
   limits.append((home + 1.5e-5) / matmul / (3 if fused else 4) / 1.15)
-  assert got.training == PlanCost(round(delay / row), 1000, round(max(limits)) if beside else 0)
+  link_rows = round(max(limits)) if beside else 0
+  assert got.training == PlanCost(round(delay / row), 1000, link_rows, round(0.7 * slots / row))
 
 
 def test_a_cost_knows_whether_gradients_are_taken():

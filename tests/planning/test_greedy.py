@@ -23,12 +23,14 @@ def random_loads(seed):
   return np.stack(loads).astype(np.int32)
 
 
-@pytest.mark.parametrize("transfer, min_tokens", [("direct", 1), ("auto", 1), ("auto", 9)])
-def test_every_probe_ends_as_the_twins(transfer, min_tokens):
+@pytest.mark.parametrize(
+  "transfer, min_tokens, group", [("direct", 1, 0), ("auto", 1, 0), ("auto", 9, 0), ("auto", 2, 5)]
+)
+def test_every_probe_ends_as_the_twins(transfer, min_tokens, group):
   load_NE = random_loads(min_tokens)
   domains = len(load_NE)
   load_NRM = load_NE.reshape(domains, RANKS, HOME)
-  rank_NR = load_NRM.sum(axis=2)
+  rank_NR = (load_NRM + group * (load_NRM > 0)).sum(axis=2)
   mean_N, top_N = -(-rank_NR.sum(axis=1) // RANKS), rank_NR.max(axis=1)
   share_T = np.array([0.0, 0.02, 0.1, 0.3, 0.7])
   threshold_NT = mean_N[:, None] + np.floor(share_T * (top_N - mean_N)[:, None]).astype(int)
@@ -40,15 +42,16 @@ def test_every_probe_ends_as_the_twins(transfer, min_tokens):
 
   @jax.jit
   def run(load_NRM, probes):
-    loads = greedy.sort_loads(load_NRM)
+    loads = greedy.sort_loads(load_NRM, SLOTS, group)
     outcome = greedy.run(loads, probes, SLOTS, min_tokens, transfer == "direct")
     return outcome, greedy.place(loads, probes, SLOTS, min_tokens)
 
   outcome, placed = jax.tree.map(np.asarray, run(load_NRM, probes))
   for b, (domain, threshold, rule) in enumerate(zip(domain_B, threshold_B, rule_B, strict=True)):
     loads = load_NE[domain].tolist()
-    held, order = twin_probe(loads, RANKS, SLOTS, min_tokens, int(threshold), *RULES[rule])
-    assert outcome.busiest[b] == rank_loads(loads, held).max()
+    held, order = twin_probe(loads, RANKS, SLOTS, min_tokens, group, int(threshold), *RULES[rule])
+    assert outcome.busiest[b] == rank_loads(loads, held, group).max()
+    assert outcome.rows[b] == rank_loads(loads, held).max()
     assert outcome.replicas[b] == len(order)
     assert outcome.copies[b] == most_copies(held, order, HOME, transfer)
     for rank, copies in enumerate(held):

@@ -61,6 +61,7 @@ def problems(draw):
     draw(st.sampled_from([0, 1, 50, 5000, INT32_MAX])),
     draw(st.integers(1, size * experts)),
     draw(st.sampled_from([0, 1, 200, 30_000, INT32_MAX])),
+    draw(st.sampled_from([0, 1, 90, 5000, INT32_MAX])),
   )
   return ranks, make_config(slots, **options), loads, cost
 

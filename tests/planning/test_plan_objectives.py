@@ -214,6 +214,21 @@ class TestTime:
     plan = plan_quotas(load_matrix([100, 40, 40], 3), config, PlanCost(1000, capacity))
     assert (busiest(plan), replicas(plan)) == (ends, copies)
 
+  def test_a_rank_with_many_groups_gets_fewer_rows(self):
+    """Equally many rows, but ten groups of 10 beside one of 100."""
+    load_GE = load_matrix([*[10] * 10, 100, *[0] * 9], 2)
+
+    def rows_and_groups(group_rows, capacity=INT32_MAX, objective="time"):
+      cost, config = PlanCost(0, capacity, 0, group_rows), make_config(10, objective=objective)
+      quota = planned(plan_quotas(load_GE, config, cost)).quota
+      return quota.sum(0).tolist(), (quota > 0).sum(0).tolist()
+
+    assert rows_and_groups(0) == ([100, 100], [10, 1])
+    # 200 and 110 become 160 and 150: two experts move whole, and take their groups along.
+    assert rows_and_groups(10) == ([80, 120], [8, 3])
+    assert rows_and_groups(10, capacity=119)[0] == [81, 119]  # rows have to fit, not loads
+    assert rows_and_groups(10, objective="balance") == ([100, 100], [10, 1])
+
   def test_missing_cost(self):
     with pytest.raises(ValueError, match="cost: expected a PlanCost"):
       plan_quotas(load_matrix([1, 2], 2), BalanceConfig(objective="time"))

@@ -23,6 +23,9 @@ _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
 _COPIES, _GRADIENTS = (1.73, 10.6e-6), (1.15, 5e-6)
+# A fit of how much longer ranks of as many rows took that computed more groups (docs/lab/layer.md,
+# Ranks of equally many rows): of ``slot_seconds``, the rest is hidden by other groups' tiles.
+_GROUP_EXPOSED = 0.7
 _WORK = {"forward": 1, "backward": 2}
 
 
@@ -105,8 +108,8 @@ class LayerCost(NamedTuple):
 
   @property
   def costs(self) -> int:
-    """Rows of one copy, and of what balancing takes in any case."""
-    return int(self.plan.copy_rows) + self.fixed_rows
+    """Rows of one copy with its group, and of what balancing takes in any case."""
+    return int(self.plan.copy_rows) + int(self.plan.group_rows) + self.fixed_rows
 
 
 def most_rows(tokens: int, top_k: int, num_home: int, num_ranks: int) -> int:
@@ -192,19 +195,26 @@ def cost_on(
   steps = 1.0 if moving else steps_per_copy(domain)
   beside = moving and multiplying  # else copies travel alone
   row = row_seconds(matmuls, *shape)
-  copy = slot_seconds(matmuls, *shape) + _launch_seconds(matmuls, *shape[2:])
+  # Kernels take as long for every group of rows, so a rank's load counts its groups. In plain JAX
+  # only those of copies were measured.
+  group = slot_seconds(matmuls, *shape)
+  copy = _launch_seconds(matmuls, *shape[2:])
   fixed_rows = round(_fixed_seconds(device.running(kernels=planning), domain) / row)
   copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
 
   def rounded(hidden_by: float) -> PlanCost:
-    return PlanCost(round(copy / row), capacity, round(hidden_by) if beside else 0)
+    link_rows = round(hidden_by) if beside else 0
+    if multiplying:
+      return PlanCost(round(copy / row), capacity, link_rows, round(_GROUP_EXPOSED * group / row))
+    return PlanCost(round((copy + group) / row), capacity, link_rows)
 
   plan = rounded(travelling / row)
   shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward
-  copy += slot_seconds(matmuls, *shape) + _launch_seconds(matmuls, *shape[2:])
+  group += slot_seconds(matmuls, *shape)
+  copy += _launch_seconds(matmuls, *shape[2:])
   copy += steps * copy_seconds(links, size, "backward", beside=beside)
   copy += steps * (links["reduce_exposed"] if beside else 1.0) * gradients
   travelling += size / links["copy_rate"] + gradients

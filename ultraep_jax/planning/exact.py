@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.planning.greedy import Outcome
+from ultraep_jax.planning.greedy import Outcome, weigh
 from ultraep_jax.planning.integers import ceil_div
 from ultraep_jax.types import Array
 
@@ -44,13 +44,16 @@ def slots_that_suffice(num_experts: int, num_ranks: int) -> int:
   return -(-num_home * (num_ranks - 1) // num_ranks)
 
 
-def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outcome, Array, Array]:
-  """Balances every domain exactly.
+def construct(
+  load_NRM: Array, num_slots: int, count_copies: bool, group_rows: Array | int = 0
+) -> tuple[Outcome, Array, Array]:
+  """Balances the rows of every domain exactly.
 
   Args:
     load_NRM: ``[N, R, M]`` int32, home loads.
     num_slots: S, at least ``slots_that_suffice``.
     count_copies: homes send every copy themselves.
+    group_rows: what a group adds to the outcome's loads.
 
   Returns:
     ``[N]`` outcomes; ``[N, R, S]`` int32, the expert copied into each slot, in ``[0, R * M)``,
@@ -73,8 +76,11 @@ def construct(load_NRM: Array, num_slots: int, count_copies: bool) -> tuple[Outc
   sends_NR = jnp.sum(sent_NRM, axis=-1, dtype=jnp.int32)
   sends_NR += 0 if count_copies else state.forwards_NR
   filled_NR = jnp.sum(state.expert_NRS >= 0, axis=-1, dtype=jnp.int32)
+  groups_NR = filled_NR + jnp.sum(state.left_NRM > 0, axis=-1, dtype=jnp.int32)
+  _, group_N, _ = weigh(load_NRM, num_slots, group_rows)
   outcome = Outcome(
-    busiest=jnp.max(state.load_NR, axis=-1),
+    busiest=jnp.max(state.load_NR + group_N[:, None] * groups_NR, axis=-1),
+    rows=jnp.max(state.load_NR, axis=-1),
     replicas=jnp.sum(filled_NR, axis=-1, dtype=jnp.int32),
     copies=jnp.max(jnp.maximum(filled_NR, sends_NR), axis=-1),
   )

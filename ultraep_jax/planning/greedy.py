@@ -9,6 +9,10 @@ like the others: what it has placed is a legal plan.
 A rank may give more than its excess, if a rule moves whole experts, and then take from others.
 One that takes has no more to give: it is never above the threshold again.
 
+A rank's *load* is its rows, and what its *groups* cost in rows: its experts that have any, and the
+copies that it holds (``PlanCost.group_rows``). An expert that is given away whole takes its group
+along. Without a cost of groups, loads are rows.
+
 Shapes: N domains, R ranks of a domain, M experts of a rank, S slots of a rank, B probes of all
 domains. A *key* names an expert by its home rank and its place there in falling order of load.
 """
@@ -37,12 +41,16 @@ class Loads(NamedTuple):
   """Home loads of every domain, and the orders in which they are given away (int32).
 
   Attributes:
+    rows_NR: rows of each rank.
+    group_N: rows that a group costs.
     rank_NR: load of each rank.
     hottest_NR: ranks in falling order of load.
-    expert_NRM: loads of a rank's experts, falling.
+    expert_NRM: rows of a rank's experts, falling.
     index_NRM: the expert in that place, in ``[0, M)``.
   """
 
+  rows_NR: Array
+  group_N: Array
   rank_NR: Array
   hottest_NR: Array
   expert_NRM: Array
@@ -68,21 +76,24 @@ class Outcome(NamedTuple):
 
   Attributes:
     busiest: load of the busiest rank.
+    rows: the most rows of a rank.
     replicas: copies made.
     copies: the most that a rank has to send or to receive, as ``plan_quotas`` counts them.
   """
 
   busiest: Array
+  rows: Array
   replicas: Array
   copies: Array
 
 
 class _State(NamedTuple):
   load_BR: Array
+  rows_BR: Array
   empty_BR: Array  # empty slots
   turn_B: Array  # sources that are done
   place_B: Array  # place of the current expert on the current source
-  given_B: Array  # tokens that the current source has given away
+  given_B: Array  # load that the current source has given away
   taken_B: Array  # of these, tokens of the current expert
   has_end_B: Array  # whether the current expert has a copy that is forwarded by nobody
   sends_BR: Array  # copies that the rank sends, but for those that ranks without turn forward
@@ -100,18 +111,36 @@ class _Piece(NamedTuple):
 class _Search(NamedTuple):
   loads: Loads
   probes: Probes
+  group_B: Array  # rows that a group costs
   sources_B: Array  # ranks above the threshold
   hot_first_B: Array  # the columns of RULES
   fits_B: Array
   kind_B: Array
 
 
-def sort_loads(load_NRM: Array) -> Loads:
-  """Orders ranks and experts by falling load, ties by index."""
-  rank_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
+def sort_loads(load_NRM: Array, num_slots: int, group_rows: Array | int = 0) -> Loads:
+  """Orders ranks and experts by falling load, ties by index.
+
+  Args:
+    load_NRM: rows of experts.
+    num_slots: S.
+    group_rows: rows that a group costs; less where loads would not fit int32.
+  """
+  rows_NR, group_N, rank_NR = weigh(load_NRM, num_slots, group_rows)
   index_NRM = jnp.argsort(-load_NRM, axis=-1, stable=True).astype(jnp.int32)
   hottest_NR = jnp.argsort(-rank_NR, axis=-1, stable=True).astype(jnp.int32)
-  return Loads(rank_NR, hottest_NR, jnp.take_along_axis(load_NRM, index_NRM, axis=-1), index_NRM)
+  expert_NRM = jnp.take_along_axis(load_NRM, index_NRM, axis=-1)
+  return Loads(rows_NR, group_N, rank_NR, hottest_NR, expert_NRM, index_NRM)
+
+
+def weigh(load_NRM: Array, num_slots: int, group_rows: Array | int) -> tuple[Array, Array, Array]:
+  """Rows of ranks ``[N, R]``, rows that a group costs ``[N]``, and loads of ranks."""
+  _, size, per_rank = load_NRM.shape
+  rows_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
+  groups_NR = jnp.sum(load_NRM > 0, axis=-1, dtype=jnp.int32)
+  room_N = INT32_MAX - jnp.sum(rows_NR, axis=-1, dtype=jnp.int32)
+  group_N = jnp.minimum(group_rows, room_N // (size * (per_rank + num_slots)))
+  return rows_NR, group_N, rows_NR + group_N[:, None] * groups_NR
 
 
 def run(
@@ -139,6 +168,7 @@ def run(
   )
   return Outcome(
     busiest=jnp.max(state.load_BR, axis=-1),
+    rows=jnp.max(state.rows_BR, axis=-1),
     replicas=state.replicas_B,
     copies=jnp.max(jnp.maximum(num_slots - state.empty_BR, state.sends_BR), axis=-1),
   )
@@ -186,7 +216,7 @@ def _search(loads: Loads, probes: Probes) -> _Search:
   above_BR = loads.rank_NR[probes.domain_B] > probes.threshold_B[:, None]
   sources_B = jnp.sum(above_BR, axis=-1, dtype=jnp.int32)
   columns_B = [jnp.array(column)[probes.rule_B] for column in zip(*RULES, strict=True)]
-  return _Search(loads, probes, sources_B, *columns_B)
+  return _Search(loads, probes, loads.group_N[probes.domain_B], sources_B, *columns_B)
 
 
 def _start(search: _Search, num_slots: int) -> _State:
@@ -195,6 +225,7 @@ def _start(search: _Search, num_slots: int) -> _State:
   zero_BR, zero_B = load_BR * 0, load_BR[:, 0] * 0
   return _State(
     load_BR=load_BR,
+    rows_BR=search.loads.rows_NR[search.probes.domain_B],
     empty_BR=zero_BR + num_slots,
     turn_B=zero_B,
     place_B=zero_B,
@@ -214,7 +245,7 @@ def _step(
   search: _Search, state: _State, min_tokens: int, count_copies: bool
 ) -> tuple[_State, _Piece]:
   """Every probe moves one piece, or goes on to its next expert or source if none can move."""
-  loads, probes, sources_B, hot_first_B, fits_B, kind_B = search
+  loads, probes, group_B, sources_B, hot_first_B, fits_B, kind_B = search
   threshold_B = probes.threshold_B
   num_ranks, per_rank = loads.expert_NRM.shape[1:]
   rank_BR = lax.broadcasted_iota(jnp.int32, state.load_BR.shape, 1)
@@ -229,7 +260,7 @@ def _step(
 
   # A rank that has taken of the current expert has no slack left, or the expert would be done:
   # nobody takes two copies of it.
-  slack_BR = jnp.maximum(threshold_B[:, None] - state.load_BR, 0)
+  slack_BR = jnp.maximum((threshold_B - group_B)[:, None] - state.load_BR, 0)
   slack_BR = jnp.where(state.empty_BR > 0, slack_BR, 0)
   most_B = jnp.max(slack_BR, axis=-1)
   slots_B = jnp.sum(jnp.where(slack_BR > 0, state.empty_BR, 0), axis=-1, dtype=jnp.int32)
@@ -245,19 +276,23 @@ def _step(
   tokens_B = jnp.minimum(piece_B, most_B)
   moves_B = active_B & (tokens_B >= floor_B)
   tokens_B = jnp.where(moves_B, tokens_B, 0)
+  given_B = tokens_B + jnp.where(moves_B & (tokens_B == left_B), group_B, 0)
 
   first_B = state.taken_B == 0
   expert_done_B = active_B & (~moves_B | (tokens_B == left_B))
   # If nobody takes a first piece of this expert, nobody takes one of a smaller expert.
   source_done_B = active_B & (
-    (tokens_B >= need_B) | (~moves_B & first_B) | (expert_done_B & (state.place_B == per_rank - 1))
+    (given_B >= need_B) | (~moves_B & first_B) | (expert_done_B & (state.place_B == per_rank - 1))
   )
   expert_done_B |= source_done_B
 
   takes_BR = (rank_BR == taker_B[:, None]) & moves_B[:, None]
-  gain_BR = jnp.where(takes_BR, tokens_B[:, None], 0)
   gives_BR = rank_BR == source_B[:, None]
-  loss_BR = jnp.where(gives_BR, tokens_B[:, None], 0)
+
+  def moved(taken_B: Array, given_B: Array) -> Array:
+    gain_BR = jnp.where(takes_BR, taken_B[:, None], 0)
+    return gain_BR - jnp.where(gives_BR, given_B[:, None], 0)
+
   sends_BR = gives_BR & (moves_B & (first_B | count_copies))[:, None]
   # Of an expert's copies, one that a source holds can be the last of a chain; each further one
   # is forwarded by a rank that sends copies of its own experts too.
@@ -265,11 +300,12 @@ def _step(
   sends_BR |= by_source_BR & state.has_end_B[:, None]
   has_end_B = state.has_end_B | jnp.any(by_source_BR, axis=-1)
   after = _State(
-    load_BR=state.load_BR + gain_BR - loss_BR,
+    load_BR=state.load_BR + moved(tokens_B + group_B, given_B),
+    rows_BR=state.rows_BR + moved(tokens_B, tokens_B),
     empty_BR=state.empty_BR - takes_BR.astype(jnp.int32),
     turn_B=state.turn_B + source_done_B.astype(jnp.int32),
     place_B=jnp.where(source_done_B, 0, state.place_B + expert_done_B.astype(jnp.int32)),
-    given_B=jnp.where(source_done_B, 0, state.given_B + tokens_B),
+    given_B=jnp.where(source_done_B, 0, state.given_B + given_B),
     taken_B=jnp.where(expert_done_B, 0, state.taken_B + tokens_B),
     has_end_B=has_end_B & ~expert_done_B,
     sends_BR=state.sends_BR + sends_BR.astype(jnp.int32),

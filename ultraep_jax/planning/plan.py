@@ -38,9 +38,10 @@ def plan_quotas(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = N
   then to the less busy rank, then to the first candidate:
 
   - ``objective="balance"``: the candidate with the lowest maximum load;
-  - ``objective="time"``: of the candidates whose busiest load is at most ``capacity_rows``, or of
+  - ``objective="time"``: of the candidates in which no rank has more than ``capacity_rows``, or of
     all if there are none, the least cost in rows,
-    ``max(busiest, link_rows * copies) + copy_rows * copies``, saturating at 2^31 − 1;
+    ``max(busiest, link_rows * copies) + copy_rows * copies``, saturating at 2^31 − 1. Here a rank's
+    load, in thresholds too, is its rows and ``group_rows`` for each group of rows that it computes;
   - with ``target``, a busiest load below ``ceil(target * mean)`` counts as that in a cost.
 
   ``copies`` is the most that a rank has to receive or send, on whose links the transfer waits. It

@@ -52,7 +52,7 @@ def may_gain(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> Array:
 
   Its busiest rank has the mean or more, and makes or sends a copy.
   """
-  load_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
+  rows_NR, _, load_NR = greedy.weigh(load_NRM, setup.num_slots, _group_rows(cost))
   total_N, busiest_N = jnp.sum(load_NR, axis=-1, dtype=jnp.int32), jnp.max(load_NR, axis=-1)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
   least_N = jnp.maximum(ceil_div(total_N, setup.domain_size), goal_N)
@@ -62,7 +62,8 @@ def may_gain(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> Array:
   one_N = jnp.ones_like(least_N)
   least_N = jnp.maximum(least_N, saturating_mul(one_N, cost.link_rows))
   least_N = saturating_add(least_N, saturating_mul(one_N, cost.copy_rows))
-  return jnp.any((nothing_N > least_N) | (busiest_N > cost.capacity_rows))
+  above_N = jnp.max(rows_NR, axis=-1) > cost.capacity_rows
+  return jnp.any((nothing_N > least_N) | above_N)
 
 
 def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tuple[Array, Array]:
@@ -70,7 +71,8 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
   domains, size, per_rank = load_NRM.shape
   slots, min_tokens = setup.num_slots, setup.min_tokens
   constructs = slots >= exact.slots_that_suffice(size * per_rank, size) and min_tokens == 1
-  loads = greedy.sort_loads(load_NRM)
+  group_rows = _group_rows(cost)
+  loads = greedy.sort_loads(load_NRM, slots, group_rows)
   total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
   threshold_NT = _thresholds(loads, total_N, goal_N, setup, cost, constructs)
@@ -80,7 +82,7 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
   num_probes = outcome_NQ.busiest.shape[1]
   if constructs:
     exact_N, exact_expert_NRS, exact_tokens_NRS = exact.construct(
-      load_NRM, slots, setup.count_copies
+      load_NRM, slots, setup.count_copies, group_rows
     )
     outcome_NQ = jax.tree.map(
       lambda many, one: jnp.concatenate([many, one[:, None]], axis=1), outcome_NQ, exact_N
@@ -90,7 +92,7 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
   if cost is not None:
     # What is above the capacity needs a second round. As a cost that could be outweighed, and
     # where copies cost much it would be lost among costs that saturate.
-    above_NQ = (outcome_NQ.busiest > cost.capacity_rows).astype(jnp.int32)
+    above_NQ = (outcome_NQ.rows > cost.capacity_rows).astype(jnp.int32)
     transfer_NQ = saturating_mul(outcome_NQ.copies, cost.copy_rows)
     keys_NQ[0] = jnp.maximum(keys_NQ[0], saturating_mul(outcome_NQ.copies, cost.link_rows))
     keys_NQ = [above_NQ, saturating_add(keys_NQ[0], transfer_NQ)]
@@ -104,6 +106,10 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
     expert_NRS = jnp.where(is_exact_N11, exact_expert_NRS, expert_NRS)
     tokens_NRS = jnp.where(is_exact_N11, exact_tokens_NRS, tokens_NRS)
   return expert_NRS, tokens_NRS
+
+
+def _group_rows(cost: PlanCost | None) -> Array | int:
+  return 0 if cost is None else cost.group_rows
 
 
 def _thresholds(
@@ -127,7 +133,9 @@ def _thresholds(
   if setup.target is not None:
     special.append(goal_N)
   if cost is not None:
-    special.append(jnp.broadcast_to(cost.capacity_rows, mean_N.shape))
+    # With as many groups as any rank has, what fits has no greater load.
+    groups_N = jnp.max(loads.rank_NR - loads.rows_NR, axis=-1)
+    special.append(saturating_add(groups_N, jnp.asarray(cost.capacity_rows, jnp.int32)))
   threshold_NT = jnp.concatenate([spaced_NT, jnp.stack(special, axis=1)], axis=1)
   return jnp.clip(threshold_NT, mean_N[:, None], busiest_N[:, None])
 

@@ -73,7 +73,7 @@ def settle(
   token_bytes = weights.wo.shape[-1] * dtype.itemsize
 
   def rows(weighed: PlanCost, *, kept: bool) -> int:
-    copy_rows = int(weighed.copy_rows) + int(weighed.link_rows)
+    copy_rows = int(weighed.copy_rows) + int(weighed.link_rows) + int(weighed.group_rows)
     least = least_room(num_ranks * mean, num_home, copy_rows) if beside else 0
     return row_capacity(tokens, top_k, num_ranks, config, token_bytes, kept=kept, least=least)
 

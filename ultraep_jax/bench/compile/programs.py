@@ -75,7 +75,7 @@ def _plan(load: Array, cost: Array) -> list[Array]:
       transfer="auto",
       by_time=True,
       target=None,
-      cost=_replicated(cost)[:3],
+      cost=_replicated(cost)[:4],
       steps=search.STEPS,
     )
   )
@@ -163,7 +163,7 @@ _TOKENS = ((TOKENS, WIDTH), jnp.bfloat16)
 _CHOICES = ((TOKENS, TOP_K), jnp.int32)
 _GATES = ((TOKENS, TOP_K), jnp.float32)
 _LOAD = ((1, EXPERTS), jnp.int32)
-_COST = ((2,), jnp.int32)  # of two ranks, one number more than there are
+_COST = ((2,), jnp.int32)  # of two ranks; of more, the first four numbers count
 _SLOTS = ((1, SLOTS), jnp.int32)
 _ROWS = ((CAPACITY, WIDTH), jnp.bfloat16)
 _INNER = ((CAPACITY, INNER), jnp.bfloat16)
