@@ -53,7 +53,8 @@ class BalanceConfig:
       (the home sends each copy), ``"auto"`` (a relay where it lowers the busiest sender's
       egress). The portable implementation lets homes send all copies.
     copy_rows: rows of matmul that sending one expert costs, for ``objective="time"``.
-      ``None``: as ``device`` says for such weights.
+      ``None``: as ``device`` says for such weights. A number includes the copy's group of rows, and
+      groups at home do not count.
     batch_invariant: a token's result does not depend on the other tokens of the batch, through
       the plan that they bring about. Every assignment crosses the links for itself, up to K
       times the bytes, and a token's experts are summed in the order of its choices.

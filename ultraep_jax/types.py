@@ -207,7 +207,8 @@ class PlanCost(NamedTuple):
       travels, weights or gradients; the most counts. A layer takes no less than its copies travel.
     group_rows: rows whose matmuls take as long as one group more for the same rows: reading an
       expert's weights, and what its last tile lacks. An expert with rows is a group at home, unless
-      copies serve all of them, and one in each of its copies.
+      copies serve all of them, and one in each of its copies. It counts as less where a domain's
+      loads would not fit int32.
   """
 
   copy_rows: int | Array

@@ -29,6 +29,7 @@ from pallas_kernels.planner.tables import (
   ranks_of,
 )
 from pallas_kernels.support import Array
+from pallas_kernels.warp.branches import one_if
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
@@ -39,7 +40,6 @@ from pallas_kernels.warp.warps import (
   lookup,
   ones,
   over,
-  saturating_add,
   shift_right,
   thread_index,
   warp_max,
@@ -56,6 +56,7 @@ class Probe(NamedTuple):
   """One probe's threshold and rule, the same in all lanes."""
 
   threshold: Array
+  group: Array  # rows that a group counts
   direction: Array  # 1 from hot to cold, -1 back
   sources: Array  # ranks above the threshold
   fits: Array  # 1: the smallest slack that suffices takes, 0: the largest
@@ -63,8 +64,8 @@ class Probe(NamedTuple):
 
 
 class _State(NamedTuple):
-  load: Parts
   rows: Parts
+  groups: Parts
   empty: Parts
   turn: Array  # the source's place in heat order
   turns: Array  # sources to come, this one counted
@@ -78,21 +79,38 @@ class _State(NamedTuple):
   alive: Array  # whether the last step could change anything
 
 
+def counts_groups(block: Array, problem: Problem) -> Array:
+  """0 in blocks of the last threshold, which by time is the rows that a round holds; else 1."""
+  return one_if(block < (problem.num_thresholds - 1) * RULES // PROBES)
+
+
 def choose_probe(
-  load: Parts,
   rows: Parts,
-  total: Array,
+  groups: Parts,
+  group: Array,
   goal: Array,
   block: Array,
   steps_ref: Any,
   cost_ref: Any,
   problem: Problem,
 ) -> Probe:
-  """The threshold and rule of each warp of a block; see ``kernel`` of ``probes.py``."""
+  """The threshold and rule of each warp of a block; see ``kernel`` of ``probes.py``.
+
+  Args:
+    rows: of ranks.
+    groups: of ranks.
+    group: rows that a group counts in this block.
+    goal: what ``target`` asks for.
+    block: this one.
+    steps_ref: see there, as the rest.
+    cost_ref: likewise.
+    problem: likewise.
+  """
   probe = block * PROBES + divide(thread_index(), LANES)[0]
   index, rule = divide(probe, RULES)
   columns, kind = divide(rule, 3)
-  mean = ceil_div(total, problem.domain_size)
+  load = [x + group * y for x, y in zip(rows, groups, strict=True)]
+  mean = ceil_div(over(warp_sum, load), problem.domain_size)
   busiest = over(warp_max, load)
   threshold = mean
   if problem.num_thresholds > 1:
@@ -100,9 +118,7 @@ def choose_probe(
     if problem.target is not None:
       special.append(goal)
     if problem.by_time:
-      capacity = lookup(cost_ref, probe * 0 + 1)
-      groups = over(warp_max, [x - y for x, y in zip(load, rows, strict=True)])
-      special.append(saturating_add(groups, capacity))
+      special.append(lookup(cost_ref, probe * 0 + 1))
     step = lookup(steps_ref, jnp.minimum(index, len(problem.steps) - 1))
     span = busiest - mean
     # span * step / 2^15 rounded up, without an intermediate product beyond int32.
@@ -113,6 +129,7 @@ def choose_probe(
     threshold = jnp.minimum(jnp.maximum(threshold, mean), busiest)
   return Probe(
     threshold=threshold,
+    group=group,
     direction=where(rule < RULES // 2, rule * 0 + 1, -1),
     sources=over(warp_sum, [ones(part > threshold) for part in load]),
     fits=columns & 1,
@@ -124,22 +141,22 @@ def run(
   table: Tables, probe: Probe, group: Array, placement: Placement, problem: Problem
 ) -> Outcome:
   """Makes all steps of each warp's probe; ``group``: rows that a group costs."""
-  load, rows = (of_ranks(x, 0, problem) for x in (table.rank_load, table.rank_rows))
+  rows, groups = (of_ranks(x, 0, problem) for x in (table.rank_rows, table.rank_groups))
   heat = of_ranks(table.heat, -1, problem)
-  zero = load[0] * 0
-  zeros = [zero for _ in load]
+  zero = rows[0] * 0
+  zeros = [zero for _ in rows]
   empty = [where(h >= 0, zero + problem.num_slots, 0) for h in heat]
   turn = where(probe.direction > 0, 0, jnp.maximum(probe.sources - 1, 0))
   key = turn * problem.num_home
   need = lookup(table.hot_load, turn) - probe.threshold
   left, one = lookup(table.key_load, key), zero + 1
   turns = probe.sources
-  state = _State(load, rows, empty, turn, turns, key, need, left, one, zero, zeros, zero, one)
-  step = functools.partial(_step, table, probe, group, heat, placement, problem)
+  state = _State(rows, groups, empty, turn, turns, key, need, left, one, zero, zeros, zero, one)
+  step = functools.partial(_step, table, probe, heat, placement, problem)
   state = lax.while_loop(lambda state: any_of_warp(state.alive), step, state)
   filled = [where(h >= 0, problem.num_slots - e, 0) for h, e in zip(heat, state.empty, strict=True)]
   return Outcome(
-    busiest=over(warp_max, state.load),
+    busiest=over(warp_max, _load(state, group)),
     rows=over(warp_max, state.rows),
     replicas=state.replicas,
     copies=over(warp_max, filled + state.sends),
@@ -147,10 +164,13 @@ def run(
   )
 
 
+def _load(state: _State, group: Array) -> Parts:
+  return [rows + group * groups for rows, groups in zip(state.rows, state.groups, strict=True)]
+
+
 def _step(
   table: Tables,
   probe: Probe,
-  group: Array,
   heat: Parts,
   placement: Placement,
   problem: Problem,
@@ -163,7 +183,7 @@ def _step(
   it reaches the spread need, ``tokens >= ceil(need / slots)``, is asked as
   ``tokens * slots >= need``.
   """
-  home, threshold = problem.num_home, probe.threshold
+  home, threshold, group = problem.num_home, probe.threshold, probe.group
   need, left = state.need, state.left
   # What follows is looked up before it is known which of it is needed.
   last_key = problem.domain_experts - 1
@@ -175,7 +195,7 @@ def _step(
 
   slack = [
     where(empty > 0, jnp.maximum(threshold - group - load, 0), 0)
-    for load, empty in zip(state.load, state.empty, strict=True)
+    for load, empty in zip(_load(state, group), state.empty, strict=True)
   ]
   most = over(warp_max, slack)
   slots = over(
@@ -197,7 +217,8 @@ def _step(
   moves = active & (tokens >= min(problem.min_tokens, INT32_MAX))
   moves &= (probe.kind == _WHOLE) | _product_reaches(tokens, slots, need)
   tokens = where(moves, tokens, 0)
-  given = tokens + where(moves & (tokens == left), group, 0)
+  whole = moves & (tokens == left)
+  given = tokens + where(whole, group, 0)
 
   last_place = divide(state.key, home)[1] == home - 1
   first = state.first > 0
@@ -227,8 +248,8 @@ def _step(
     ]
 
   return _State(
-    load=moved(state.load, tokens + group, given),
     rows=moved(state.rows, tokens, tokens),
+    groups=moved(state.groups, tokens * 0 + 1, ones(whole)),
     empty=[empty - ones(take) for empty, take in zip(state.empty, takes, strict=True)],
     turn=where(source_done, next_turn, state.turn),
     turns=state.turns - ones(source_done),

@@ -40,7 +40,6 @@ from pallas_kernels.warp.warps import (
   lookup,
   ones,
   over,
-  saturating_add,
   store,
   thread_index,
   warp_max,
@@ -96,7 +95,8 @@ def kernel(
   def placement(candidate: Array) -> Placement:
     return Placement(slots_ref, (index * PROBES + candidate) * problem.placement)
 
-  load, rows = (of_ranks(x, 0, problem) for x in (table.rank_load, table.rank_rows))
+  rows, groups = (of_ranks(x, 0, problem) for x in (table.rank_rows, table.rank_groups))
+  load = [x + group * y for x, y in zip(rows, groups, strict=True)]
   total, busiest, most_rows = over(warp_sum, load), over(warp_max, load), over(warp_max, rows)
   goal = _goal(total, problem)
 
@@ -109,8 +109,9 @@ def kernel(
     report(Outcome(busiest, most_rows, busiest * 0, busiest * 0, zeros))
 
   def report_one_of_probes() -> None:
-    plan_tables.sort(table, domain, problem)
-    probe = greedy.choose_probe(load, rows, total, goal, block, steps_ref, cost_ref, problem)
+    counted = group * greedy.counts_groups(block, problem)
+    plan_tables.sort(table, domain, counted, problem)
+    probe = greedy.choose_probe(rows, groups, counted, goal, block, steps_ref, cost_ref, problem)
     report(greedy.run(table, probe, group, placement(warp), problem))
 
   def report_construction() -> None:
@@ -134,7 +135,7 @@ def _values(outcome: Outcome, goal: Array, cost_ref: Any, problem: Problem) -> t
     return value * 0, value
   copy_rows, capacity, link_rows = (lookup(cost_ref, value * 0 + i) for i in range(3))
   value = jnp.maximum(value, _saturating_mul(outcome.copies, link_rows))
-  value = saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
+  value = _saturating_add(value, _saturating_mul(outcome.copies, copy_rows))
   return ones(outcome.rows > capacity), value
 
 
@@ -171,6 +172,10 @@ def _goal(total: Array, problem: Problem) -> Array:
 def _saturating_mul(left: Array, right: Array) -> Array:
   fits = left <= divide(left * 0 + INT32_MAX, jnp.maximum(right, 1))[0]
   return where(fits, left * right, INT32_MAX)
+
+
+def _saturating_add(left: Array, right: Array) -> Array:
+  return left + jnp.minimum(right, INT32_MAX - left)
 
 
 def before(left: Sequence[Array], right: Sequence[Array]) -> Array:

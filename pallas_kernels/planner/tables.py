@@ -111,7 +111,8 @@ class Tables(NamedTuple):
 
   load: Any  # [R * M], rows of experts
   rank_rows: Any  # [R]
-  rank_load: Any  # [R], rows and what groups cost
+  rank_groups: Any  # [R], experts that have rows
+  rank_load: Any  # [R], rows and what groups count
   heat: Any  # [R], the place of a rank
   hot_load: Any  # [R], in heat order
   key_load: Any  # [R * M], in heat order
@@ -121,7 +122,8 @@ class Tables(NamedTuple):
   @staticmethod
   def sizes(problem: Problem) -> "Tables":
     ranks, experts = padded(problem.domain_size), padded(problem.domain_experts)
-    return Tables(experts, ranks, ranks, ranks, ranks, experts, experts, 5 * THREADS)
+    of_ranks = ranks, ranks, ranks
+    return Tables(experts, *of_ranks, ranks, ranks, experts, experts, 5 * THREADS)
 
 
 class Placement(NamedTuple):
@@ -185,30 +187,31 @@ def sum_loads(
 
     rows, groups = unrolled(problem.num_home, add, (rank * 0, rank * 0))
     put_at(table.rank_rows, rank, rows)
-    put_at(table.rank_load, rank, groups)
+    put_at(table.rank_groups, rank, groups)
 
   each_piece(problem.domain_size, sum_experts)
   barrier()
   rows = of_ranks(table.rank_rows, 0, problem)
   if not problem.by_time:
-    group = rows[0] * 0
-  else:
-    most = problem.domain_size * (problem.num_home + problem.num_slots)
-    room = divide(INT32_MAX - over(warp_sum, rows), most)[0]
-    group = jnp.minimum(lookup(cost_ref, rows[0] * 0 + 3), room)
+    return rows[0] * 0
+  most = problem.domain_size * (problem.num_home + problem.num_slots)
+  room = divide(INT32_MAX - over(warp_sum, rows), most)[0]
+  return jnp.minimum(lookup(cost_ref, rows[0] * 0 + 3), room)
 
-  def weigh(rank: Array) -> None:
-    groups = lookup(table.rank_load, rank)
+
+def sort(table: Tables, domain: Array, group: Array, problem: Problem) -> None:
+  """Fills loads, and the tables in their heat order, where a group counts so many rows.
+
+  A place is the number of those before; ties go by index.
+  """
+  ranks, experts, home = problem.domain_size, problem.domain_experts, problem.num_home
+
+  def weigh_rank(rank: Array) -> None:
+    groups = lookup(table.rank_groups, rank)
     put_at(table.rank_load, rank, lookup(table.rank_rows, rank) + group * groups)
 
-  each_piece(problem.domain_size, weigh)
+  each_piece(ranks, weigh_rank)
   barrier()
-  return group
-
-
-def sort(table: Tables, domain: Array, problem: Problem) -> None:
-  """Fills the tables in heat order. A place is the number of those before; ties go by index."""
-  ranks, experts, home = problem.domain_size, problem.domain_experts, problem.num_home
 
   def place_rank(rank: Array) -> None:
     load = lookup(table.rank_load, rank)

@@ -213,11 +213,6 @@ def ceil_div(x: Array, divisor: Array | int) -> Array:
   return quotient + ones(remainder > 0)
 
 
-def saturating_add(x: Array, y: Array) -> Array:
-  """``min(x + y, INT32_MAX)``; operands are not negative."""
-  return x + jnp.minimum(y, INT32_MAX - x)
-
-
 def shift_right(x: Array, bits: int) -> Array:
   """``x >> bits``; ``x`` is not negative."""
   return lax.shift_right_logical(x, x * 0 + bits)

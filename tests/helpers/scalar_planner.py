@@ -11,7 +11,7 @@ INT32_MAX = 2**31 - 1
 RULES = tuple(itertools.product((True, False), (False, True), ("even", "whole", "whole even")))
 
 
-def twin_probe(loads, ranks, slots, min_tokens, group, threshold, hot_first, fits, kind):
+def twin_probe(loads, ranks, slots, min_tokens, threshold, group, hot_first, fits, kind):
   """Slots of each rank as ``[(expert, tokens)]``, and the experts and takers in order."""
   per_rank = len(loads) // ranks
   left = list(loads)
@@ -117,16 +117,18 @@ def twin_plan(loads, ranks, config, cost=None):
   mean = -(-total // ranks)
   goal = 0 if config.target is None else math.ceil(Fraction(str(config.target)) * total / ranks)
   constructs = slots >= len(loads) * (1 - Fraction(1, ranks)) / ranks and min_tokens == 1
-  thresholds = [mean]
+  thresholds = [(mean, group)]
   if not constructs or config.objective == "time" or config.target is not None:
     steps = [round(2 ** (15 - 15 * k / 38)) for k in range(39)]
     thresholds = [mean + -(-(top - mean) * step // 2**15) for step in steps] + [mean]
     thresholds += [goal] * (config.target is not None)
-    groups = int((before - rank_loads(loads, [[] for _ in range(ranks)])).max())
-    thresholds += [cost.capacity_rows + groups] if by_time else []
+    thresholds = [(min(max(t, mean), top), group) for t in thresholds]
+    if by_time:  # what a round holds, whatever groups cost
+      most = max(cost.capacity_rows, -(-sum(loads) // ranks))
+      thresholds.append((min(most, int(rank_loads(loads, [[]] * ranks).max())), 0))
   candidates = [
-    twin_probe(loads, ranks, slots, min_tokens, group, threshold, *rule)
-    for threshold in dict.fromkeys(min(max(t, mean), top) for t in thresholds)
+    twin_probe(loads, ranks, slots, min_tokens, *threshold, *rule)
+    for threshold in dict.fromkeys(thresholds)
     for rule in RULES
   ]
   candidates += [twin_construction(loads, ranks, slots)] if constructs else []

@@ -100,6 +100,14 @@ def test_equals_the_portable_planner(name):
   check()
 
 
+@pytest.mark.parametrize("group_rows", [100, 2**31 - 1])  # the latter is lowered to fit int32
+def test_counts_groups_in_loads_and_rows_in_rounds(group_rows):
+  fixed, _ = setup(2, 12, 2, {"objective": "time"}, steps=(9000,))
+  load_GE = load_matrix([1000, *[0] * 5, *[40] * 5, 0], 2)
+  plan = assert_equal_plans(load_GE, fixed, PlanCost(*map(jnp.int32, (50, 900, 0, group_rows))))
+  assert plan.quota.sum(0).max() <= 900
+
+
 @pytest.mark.parametrize("slots", [1, 2])  # 2 suffice: one block constructs
 @pytest.mark.parametrize("busy, copies", [(110, 0), (150, 0), (151, 1)])
 def test_nothing_is_searched_where_no_copy_can_gain(slots, busy, copies, monkeypatch):

@@ -48,9 +48,9 @@ def loads_of_all_kinds(num_experts, num_ranks):
 SHAPES = [(2, 16), (3, 21), (8, 16)]  # ranks and experts
 
 
-def busiest(load_LGE, config, copy_rows, capacity):
+def busiest(load_LGE, config, copy_rows, capacity, group_rows=0):
   """``[L]``, of plans from few thresholds: to fit is not a matter of luck with one of them."""
-  setup, cost = planner.set_up(load_LGE[0], config, PlanCost(copy_rows, capacity))
+  setup, cost = planner.set_up(load_LGE[0], config, PlanCost(copy_rows, capacity, 0, group_rows))
   plan = functools.partial(planner._plan, setup=setup._replace(steps=(32768, 3000)), cost=cost)
   return np.asarray(jax.vmap(plan)(load_LGE).quota).sum(1).max(1)
 
@@ -63,10 +63,10 @@ def test_by_time_every_plan_fits_whatever_copies_cost(ranks, experts):
   config = BalanceConfig(replica_slots=slots, transfer="direct")
   sizes = {"num_experts": experts, "num_ranks": ranks, "assignments": capacity}
   assert always_fits(config, **sizes, capacity=capacity)
-  for copy_rows in (0, 400, INT32_MAX):
-    ends = busiest(load_LGE, config, copy_rows, capacity)
+  for costs in ((0, 0), (400, 0), (400, 30), (0, 3000), (INT32_MAX, INT32_MAX)):
+    ends = busiest(load_LGE, config, costs[0], capacity, costs[1])
     above = np.flatnonzero(ends > capacity)
-    assert not above.size, f"copy_rows {copy_rows}: loads {above} end at {ends[above]}"
+    assert not above.size, f"copies and groups {costs}: loads {above} end at {ends[above]}"
 
 
 @pytest.mark.parametrize("target", [None, 1.1])

@@ -30,15 +30,17 @@ def test_every_probe_ends_as_the_twins(transfer, min_tokens, group):
   load_NE = random_loads(min_tokens)
   domains = len(load_NE)
   load_NRM = load_NE.reshape(domains, RANKS, HOME)
-  rank_NR = (load_NRM + group * (load_NRM > 0)).sum(axis=2)
-  mean_N, top_N = -(-rank_NR.sum(axis=1) // RANKS), rank_NR.max(axis=1)
-  share_T = np.array([0.0, 0.02, 0.1, 0.3, 0.7])
-  threshold_NT = mean_N[:, None] + np.floor(share_T * (top_N - mean_N)[:, None]).astype(int)
+  share_T, counted_T = np.array([0.0, 0.02, 0.1, 0.3, 0.7, 0.1]), np.array([group] * 5 + [0])
+  rank_NTR = (load_NRM[:, None] + counted_T[:, None, None] * (load_NRM > 0)[:, None]).sum(axis=3)
+  mean_NT, top_NT = -(-rank_NTR.sum(axis=2) // RANKS), rank_NTR.max(axis=2)
+  threshold_NT = mean_NT + np.floor(share_T * (top_NT - mean_NT)).astype(int)
   domain_B, place_B, rule_B = (
     index.reshape(-1) for index in np.indices((domains, len(share_T), len(RULES)))
   )
-  threshold_B = threshold_NT[domain_B, place_B]
-  probes = greedy.Probes(*(jnp.asarray(x, jnp.int32) for x in (domain_B, threshold_B, rule_B)))
+  threshold_B, counted_B = threshold_NT[domain_B, place_B], counted_T[place_B]
+  probes = greedy.Probes(
+    *(jnp.asarray(x, jnp.int32) for x in (domain_B, threshold_B, rule_B, counted_B))
+  )
 
   @jax.jit
   def run(load_NRM, probes):
@@ -47,9 +49,9 @@ def test_every_probe_ends_as_the_twins(transfer, min_tokens, group):
     return outcome, greedy.place(loads, probes, SLOTS, min_tokens)
 
   outcome, placed = jax.tree.map(np.asarray, run(load_NRM, probes))
-  for b, (domain, threshold, rule) in enumerate(zip(domain_B, threshold_B, rule_B, strict=True)):
-    loads = load_NE[domain].tolist()
-    held, order = twin_probe(loads, RANKS, SLOTS, min_tokens, group, int(threshold), *RULES[rule])
+  for b, (domain, rule) in enumerate(zip(domain_B, rule_B, strict=True)):
+    loads, probe = load_NE[domain].tolist(), (int(threshold_B[b]), int(counted_B[b]))
+    held, order = twin_probe(loads, RANKS, SLOTS, min_tokens, *probe, *RULES[rule])
     assert outcome.busiest[b] == rank_loads(loads, held, group).max()
     assert outcome.rows[b] == rank_loads(loads, held).max()
     assert outcome.replicas[b] == len(order)

@@ -146,7 +146,7 @@ class TestNothingToGain:
     cases = []
     for load_E in rng.integers(0, 4, (30, 8)) * rng.integers(0, 2, (30, 1)) + 20:
       load_GE = load_matrix(load_E, 4)
-      cost = PlanCost(*(jnp.int32(rng.integers(0, high)) for high in (8, 100, 60)))
+      cost = PlanCost(*(jnp.int32(rng.integers(0, high)) for high in (8, 100, 60, 20)))
       set_up, cost = plan_lib.set_up(load_GE, config, cost)
       cases.append((load_GE, cost))
     with monkeypatch.context() as patched:
@@ -228,6 +228,22 @@ class TestTime:
     assert rows_and_groups(10) == ([80, 120], [8, 3])
     assert rows_and_groups(10, capacity=119)[0] == [81, 119]  # rows have to fit, not loads
     assert rows_and_groups(10, objective="balance") == ([100, 100], [10, 1])
+
+  @pytest.mark.parametrize("slots", [2, 10])
+  def test_few_groups_do_not_hide_rows_that_do_not_fit(self, slots):
+    """Rank 0 has more rows than a round, and less than the mean of loads: 1100 of 1100 and 1200."""
+    load_GE = load_matrix([1000, *[0] * 9, *[20] * 10], 2)
+    config = make_config(slots, objective="time")
+    plan = plan_quotas(load_GE, config, PlanCost(50, 900, 0, 100))
+    assert busiest(plan) <= 900 and replicas(plan) == 1
+
+  @pytest.mark.parametrize("slots", [1, 3])
+  def test_the_capacity_is_a_threshold_of_rows(self, slots):
+    """One copy can make the busiest rank 70, and another costs 1000 rows more."""
+    config = make_config(slots, objective="time")
+    load_GE = load_matrix([100, 0, 0, 0, *[10] * 8], 3)
+    plan = plan_quotas(load_GE, config, PlanCost(1000, 70, 0, 1))
+    assert (busiest(plan), replicas(plan)) == (70, 1)
 
   def test_missing_cost(self):
     with pytest.raises(ValueError, match="cost: expected a PlanCost"):

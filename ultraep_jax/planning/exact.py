@@ -77,7 +77,7 @@ def construct(
   sends_NR += 0 if count_copies else state.forwards_NR
   filled_NR = jnp.sum(state.expert_NRS >= 0, axis=-1, dtype=jnp.int32)
   groups_NR = filled_NR + jnp.sum(state.left_NRM > 0, axis=-1, dtype=jnp.int32)
-  _, group_N, _ = weigh(load_NRM, num_slots, group_rows)
+  *_, group_N = weigh(load_NRM, num_slots, group_rows)
   outcome = Outcome(
     busiest=jnp.max(state.load_NR + group_N[:, None] * groups_NR, axis=-1),
     rows=jnp.max(state.load_NR, axis=-1),

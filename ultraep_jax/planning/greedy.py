@@ -11,7 +11,7 @@ One that takes has no more to give: it is never above the threshold again.
 
 A rank's *load* is its rows, and what its *groups* cost in rows: its experts that have any, and the
 copies that it holds (``PlanCost.group_rows``). An expert that is given away whole takes its group
-along. Without a cost of groups, loads are rows.
+along. Without a cost of groups, loads are rows; a probe for what fits a round counts rows alone.
 
 Shapes: N domains, R ranks of a domain, M experts of a rank, S slots of a rank, B probes of all
 domains. A *key* names an expert by its home rank and its place there in falling order of load.
@@ -42,19 +42,26 @@ class Loads(NamedTuple):
 
   Attributes:
     rows_NR: rows of each rank.
+    groups_NR: experts of each rank that have rows.
     group_N: rows that a group costs.
-    rank_NR: load of each rank.
     hottest_NR: ranks in falling order of load.
+    fullest_NR: ranks in falling order of rows.
     expert_NRM: rows of a rank's experts, falling.
     index_NRM: the expert in that place, in ``[0, M)``.
   """
 
   rows_NR: Array
+  groups_NR: Array
   group_N: Array
-  rank_NR: Array
   hottest_NR: Array
+  fullest_NR: Array
   expert_NRM: Array
   index_NRM: Array
+
+  @property
+  def rank_NR(self) -> Array:
+    """Load of each rank."""
+    return self.rows_NR + self.group_N[:, None] * self.groups_NR
 
 
 class Probes(NamedTuple):
@@ -64,11 +71,13 @@ class Probes(NamedTuple):
     domain_B: int32, the domain that is planned.
     threshold_B: int32, the load down to which ranks give and up to which they take.
     rule_B: int32, index into ``RULES``.
+    group_B: int32, rows that a group counts: what it costs, or 0.
   """
 
   domain_B: Array
   threshold_B: Array
   rule_B: Array
+  group_B: Array
 
 
 class Outcome(NamedTuple):
@@ -88,8 +97,8 @@ class Outcome(NamedTuple):
 
 
 class _State(NamedTuple):
-  load_BR: Array
   rows_BR: Array
+  groups_BR: Array
   empty_BR: Array  # empty slots
   turn_B: Array  # sources that are done
   place_B: Array  # place of the current expert on the current source
@@ -111,7 +120,6 @@ class _Piece(NamedTuple):
 class _Search(NamedTuple):
   loads: Loads
   probes: Probes
-  group_B: Array  # rows that a group costs
   sources_B: Array  # ranks above the threshold
   hot_first_B: Array  # the columns of RULES
   fits_B: Array
@@ -126,21 +134,23 @@ def sort_loads(load_NRM: Array, num_slots: int, group_rows: Array | int = 0) -> 
     num_slots: S.
     group_rows: rows that a group costs; less where loads would not fit int32.
   """
-  rows_NR, group_N, rank_NR = weigh(load_NRM, num_slots, group_rows)
+  rows_NR, groups_NR, group_N = weigh(load_NRM, num_slots, group_rows)
+  rank_NR = rows_NR + group_N[:, None] * groups_NR
+  hottest_NR, fullest_NR = (
+    jnp.argsort(-keys_NR, axis=-1, stable=True).astype(jnp.int32) for keys_NR in (rank_NR, rows_NR)
+  )
   index_NRM = jnp.argsort(-load_NRM, axis=-1, stable=True).astype(jnp.int32)
-  hottest_NR = jnp.argsort(-rank_NR, axis=-1, stable=True).astype(jnp.int32)
   expert_NRM = jnp.take_along_axis(load_NRM, index_NRM, axis=-1)
-  return Loads(rows_NR, group_N, rank_NR, hottest_NR, expert_NRM, index_NRM)
+  return Loads(rows_NR, groups_NR, group_N, hottest_NR, fullest_NR, expert_NRM, index_NRM)
 
 
 def weigh(load_NRM: Array, num_slots: int, group_rows: Array | int) -> tuple[Array, Array, Array]:
-  """Rows of ranks ``[N, R]``, rows that a group costs ``[N]``, and loads of ranks."""
+  """Rows and groups of ranks, ``[N, R]``, and rows that a group costs, ``[N]``."""
   _, size, per_rank = load_NRM.shape
   rows_NR = jnp.sum(load_NRM, axis=-1, dtype=jnp.int32)
   groups_NR = jnp.sum(load_NRM > 0, axis=-1, dtype=jnp.int32)
   room_N = INT32_MAX - jnp.sum(rows_NR, axis=-1, dtype=jnp.int32)
-  group_N = jnp.minimum(group_rows, room_N // (size * (per_rank + num_slots)))
-  return rows_NR, group_N, rows_NR + group_N[:, None] * groups_NR
+  return rows_NR, groups_NR, jnp.minimum(group_rows, room_N // (size * (per_rank + num_slots)))
 
 
 def run(
@@ -166,8 +176,9 @@ def run(
   state = lax.while_loop(
     lambda state: jnp.any(_active(search, state)), body, _start(search, num_slots)
   )
+  group_B = loads.group_N[probes.domain_B]
   return Outcome(
-    busiest=jnp.max(state.load_BR, axis=-1),
+    busiest=jnp.max(state.rows_BR + group_B[:, None] * state.groups_BR, axis=-1),
     rows=jnp.max(state.rows_BR, axis=-1),
     replicas=state.replicas_B,
     copies=jnp.max(jnp.maximum(num_slots - state.empty_BR, state.sends_BR), axis=-1),
@@ -184,8 +195,8 @@ def place(loads: Loads, probes: Probes, num_slots: int, min_tokens: int) -> tupl
   search = _search(loads, probes)
   start = _start(search, num_slots)
   per_rank = loads.index_NRM.shape[-1]
-  rank_BR = lax.broadcasted_iota(jnp.int32, start.load_BR.shape, 1)
-  slot_BRS = lax.broadcasted_iota(jnp.int32, (*start.load_BR.shape, num_slots), 2)
+  rank_BR = lax.broadcasted_iota(jnp.int32, start.rows_BR.shape, 1)
+  slot_BRS = lax.broadcasted_iota(jnp.int32, (*start.rows_BR.shape, num_slots), 2)
 
   def body(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
     state, expert_BRS, tokens_BRS = carry
@@ -199,7 +210,7 @@ def place(loads: Loads, probes: Probes, num_slots: int, min_tokens: int) -> tupl
     tokens_BRS = jnp.where(fills_BRS, piece.tokens_B[:, None, None], tokens_BRS)
     return after, expert_BRS, tokens_BRS
 
-  zero_BRS = slot_BRS * 0 + start.load_BR[:, :, None] * 0
+  zero_BRS = slot_BRS * 0 + start.rows_BR[:, :, None] * 0
   _, expert_BRS, tokens_BRS = lax.while_loop(
     lambda carry: jnp.any(_active(search, carry[0])), body, (start, zero_BRS - 1, zero_BRS)
   )
@@ -213,19 +224,24 @@ def _lookup(table: Array, domain_B: Array, index_B: Array) -> Array:
 
 
 def _search(loads: Loads, probes: Probes) -> _Search:
-  above_BR = loads.rank_NR[probes.domain_B] > probes.threshold_B[:, None]
+  rows_BR, groups_BR = loads.rows_NR[probes.domain_B], loads.groups_NR[probes.domain_B]
+  above_BR = _load(rows_BR, groups_BR, probes.group_B[:, None]) > probes.threshold_B[:, None]
   sources_B = jnp.sum(above_BR, axis=-1, dtype=jnp.int32)
   columns_B = [jnp.array(column)[probes.rule_B] for column in zip(*RULES, strict=True)]
-  return _Search(loads, probes, loads.group_N[probes.domain_B], sources_B, *columns_B)
+  return _Search(loads, probes, sources_B, *columns_B)
+
+
+def _load(rows: Array, groups: Array, group: Array) -> Array:
+  return rows + group * groups
 
 
 def _start(search: _Search, num_slots: int) -> _State:
-  load_BR = search.loads.rank_NR[search.probes.domain_B]
+  rows_BR = search.loads.rows_NR[search.probes.domain_B]
   # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
-  zero_BR, zero_B = load_BR * 0, load_BR[:, 0] * 0
+  zero_BR, zero_B = rows_BR * 0, rows_BR[:, 0] * 0
   return _State(
-    load_BR=load_BR,
-    rows_BR=search.loads.rows_NR[search.probes.domain_B],
+    rows_BR=rows_BR,
+    groups_BR=search.loads.groups_NR[search.probes.domain_B],
     empty_BR=zero_BR + num_slots,
     turn_B=zero_B,
     place_B=zero_B,
@@ -245,22 +261,30 @@ def _step(
   search: _Search, state: _State, min_tokens: int, count_copies: bool
 ) -> tuple[_State, _Piece]:
   """Every probe moves one piece, or goes on to its next expert or source if none can move."""
-  loads, probes, group_B, sources_B, hot_first_B, fits_B, kind_B = search
-  threshold_B = probes.threshold_B
+  loads, probes, sources_B, hot_first_B, fits_B, kind_B = search
+  threshold_B, group_B = probes.threshold_B, probes.group_B
   num_ranks, per_rank = loads.expert_NRM.shape[1:]
-  rank_BR = lax.broadcasted_iota(jnp.int32, state.load_BR.shape, 1)
+  rank_BR = lax.broadcasted_iota(jnp.int32, state.rows_BR.shape, 1)
 
   active_B = _active(search, state)
   turn_B = jnp.where(hot_first_B, state.turn_B, sources_B - 1 - state.turn_B)
-  source_B = _lookup(loads.hottest_NR, probes.domain_B, jnp.clip(turn_B, 0, num_ranks - 1))
+  turn_B = jnp.clip(turn_B, 0, num_ranks - 1)
+  hottest_B, fullest_B = (
+    _lookup(order_NR, probes.domain_B, turn_B) for order_NR in (loads.hottest_NR, loads.fullest_NR)
+  )
+  source_B = jnp.where(group_B > 0, hottest_B, fullest_B)
   key_B = source_B * per_rank + state.place_B
-  load_B = _lookup(loads.rank_NR, probes.domain_B, source_B)
+  rows_B, groups_B = (
+    _lookup(field_NR, probes.domain_B, source_B) for field_NR in (loads.rows_NR, loads.groups_NR)
+  )
+  load_B = _load(rows_B, groups_B, group_B)
   need_B = load_B - state.given_B - threshold_B
   left_B = _lookup(loads.expert_NRM, probes.domain_B, key_B) - state.taken_B
 
-  # A rank that has taken of the current expert has no slack left, or the expert would be done:
-  # nobody takes two copies of it.
-  slack_BR = jnp.maximum((threshold_B - group_B)[:, None] - state.load_BR, 0)
+  # A rank that has taken of the current expert has no slack left for a group and a row, or the
+  # expert would be done: nobody takes two copies of it.
+  load_BR = _load(state.rows_BR, state.groups_BR, group_B[:, None])
+  slack_BR = jnp.maximum((threshold_B - group_B)[:, None] - load_BR, 0)
   slack_BR = jnp.where(state.empty_BR > 0, slack_BR, 0)
   most_B = jnp.max(slack_BR, axis=-1)
   slots_B = jnp.sum(jnp.where(slack_BR > 0, state.empty_BR, 0), axis=-1, dtype=jnp.int32)
@@ -276,7 +300,8 @@ def _step(
   tokens_B = jnp.minimum(piece_B, most_B)
   moves_B = active_B & (tokens_B >= floor_B)
   tokens_B = jnp.where(moves_B, tokens_B, 0)
-  given_B = tokens_B + jnp.where(moves_B & (tokens_B == left_B), group_B, 0)
+  whole_B = moves_B & (tokens_B == left_B)
+  given_B = tokens_B + jnp.where(whole_B, group_B, 0)
 
   first_B = state.taken_B == 0
   expert_done_B = active_B & (~moves_B | (tokens_B == left_B))
@@ -289,10 +314,6 @@ def _step(
   takes_BR = (rank_BR == taker_B[:, None]) & moves_B[:, None]
   gives_BR = rank_BR == source_B[:, None]
 
-  def moved(taken_B: Array, given_B: Array) -> Array:
-    gain_BR = jnp.where(takes_BR, taken_B[:, None], 0)
-    return gain_BR - jnp.where(gives_BR, given_B[:, None], 0)
-
   sends_BR = gives_BR & (moves_B & (first_B | count_copies))[:, None]
   # Of an expert's copies, one that a source holds can be the last of a chain; each further one
   # is forwarded by a rank that sends copies of its own experts too.
@@ -300,8 +321,12 @@ def _step(
   sends_BR |= by_source_BR & state.has_end_B[:, None]
   has_end_B = state.has_end_B | jnp.any(by_source_BR, axis=-1)
   after = _State(
-    load_BR=state.load_BR + moved(tokens_B + group_B, given_B),
-    rows_BR=state.rows_BR + moved(tokens_B, tokens_B),
+    rows_BR=state.rows_BR
+    + jnp.where(takes_BR, tokens_B[:, None], 0)
+    - jnp.where(gives_BR, tokens_B[:, None], 0),
+    groups_BR=state.groups_BR
+    + takes_BR.astype(jnp.int32)
+    - (gives_BR & whole_B[:, None]).astype(jnp.int32),
     empty_BR=state.empty_BR - takes_BR.astype(jnp.int32),
     turn_B=state.turn_B + source_done_B.astype(jnp.int32),
     place_B=jnp.where(source_done_B, 0, state.place_B + expert_done_B.astype(jnp.int32)),

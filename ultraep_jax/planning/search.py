@@ -52,7 +52,8 @@ def may_gain(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> Array:
 
   Its busiest rank has the mean or more, and makes or sends a copy.
   """
-  rows_NR, _, load_NR = greedy.weigh(load_NRM, setup.num_slots, _group_rows(cost))
+  rows_NR, groups_NR, group_N = greedy.weigh(load_NRM, setup.num_slots, _group_rows(cost))
+  load_NR = rows_NR + group_N[:, None] * groups_NR
   total_N, busiest_N = jnp.sum(load_NR, axis=-1, dtype=jnp.int32), jnp.max(load_NR, axis=-1)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
   least_N = jnp.maximum(ceil_div(total_N, setup.domain_size), goal_N)
@@ -75,8 +76,7 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
   loads = greedy.sort_loads(load_NRM, slots, group_rows)
   total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
-  threshold_NT = _thresholds(loads, total_N, goal_N, setup, cost, constructs)
-  probes = _probes(threshold_NT)
+  probes = _probes(*_thresholds(loads, total_N, goal_N, setup, cost, constructs))
   outcome_B = greedy.run(loads, probes, slots, min_tokens, setup.count_copies)
   outcome_NQ = jax.tree.map(lambda leaf: leaf.reshape(domains, -1), outcome_B)
   num_probes = outcome_NQ.busiest.shape[1]
@@ -119,11 +119,15 @@ def _thresholds(
   setup: Setup,
   cost: PlanCost | None,
   constructs: bool,
-) -> Array:
-  """Thresholds to try, each between the mean, rounded up, and the busiest rank."""
+) -> tuple[Array, Array]:
+  """Thresholds to try, each between the mean, rounded up, and the busiest rank; rows of a group.
+
+  The last one by time is of rows alone: what a round holds.
+  """
+  group_N1 = loads.group_N[:, None]
   mean_N, busiest_N = ceil_div(total_N, setup.domain_size), jnp.max(loads.rank_NR, axis=-1)
   if constructs and not setup.by_time and setup.target is None:
-    return mean_N[:, None]  # nothing above it can win
+    return mean_N[:, None], group_N1  # nothing above it can win
   span_N = busiest_N - mean_N
   # span * step / 2^15 rounded up, without an intermediate product beyond int32.
   high_N1, low_N1 = (span_N >> 15)[:, None], (span_N & 0x7FFF)[:, None]
@@ -132,22 +136,30 @@ def _thresholds(
   special = [mean_N]
   if setup.target is not None:
     special.append(goal_N)
-  if cost is not None:
-    # With as many groups as any rank has, what fits has no greater load.
-    groups_N = jnp.max(loads.rank_NR - loads.rows_NR, axis=-1)
-    special.append(saturating_add(groups_N, jnp.asarray(cost.capacity_rows, jnp.int32)))
   threshold_NT = jnp.concatenate([spaced_NT, jnp.stack(special, axis=1)], axis=1)
-  return jnp.clip(threshold_NT, mean_N[:, None], busiest_N[:, None])
+  threshold_NT = jnp.clip(threshold_NT, mean_N[:, None], busiest_N[:, None])
+  group_NT = jnp.broadcast_to(group_N1, threshold_NT.shape)
+  if cost is None:
+    return threshold_NT, group_NT
+  mean_N = ceil_div(jnp.sum(loads.rows_NR, axis=-1, dtype=jnp.int32), setup.domain_size)
+  room_N1 = jnp.clip(cost.capacity_rows, mean_N, jnp.max(loads.rows_NR, axis=-1))[:, None]
+  return (
+    jnp.concatenate([threshold_NT, room_N1], axis=1),
+    jnp.concatenate([group_NT, group_N1 * 0], axis=1),
+  )
 
 
-def _probes(threshold_NT: Array) -> greedy.Probes:
+def _probes(threshold_NT: Array, group_NT: Array) -> greedy.Probes:
   """Every rule at every threshold; domain by domain, threshold by threshold."""
   shape = (*threshold_NT.shape, len(greedy.RULES))
-  threshold_NTQ = jnp.broadcast_to(threshold_NT[:, :, None], shape)
+  threshold_B, group_B = (
+    jnp.broadcast_to(x_NT[:, :, None], shape).reshape(-1) for x_NT in (threshold_NT, group_NT)
+  )
   return greedy.Probes(
     domain_B=lax.broadcasted_iota(jnp.int32, shape, 0).reshape(-1),
-    threshold_B=threshold_NTQ.reshape(-1),
+    threshold_B=threshold_B,
     rule_B=lax.broadcasted_iota(jnp.int32, shape, 2).reshape(-1),
+    group_B=group_B,
   )
 
 

@@ -79,7 +79,10 @@ class Setting:
 
   @property
   def plan_cost(self) -> PlanCost:
-    """What the planner of ``objective="time"`` weighs, forward and backward together."""
+    """What the planner of ``objective="time"`` weighs, forward and backward together.
+
+    Groups of rows count for copies alone, as in layers without kernels.
+    """
     shape = self.device, self.model.embed_dim, self.model.expert_dim
     size = self.model.expert_params * WEIGHT_BYTES
     row = copy = 0.0

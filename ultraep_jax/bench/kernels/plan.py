@@ -32,7 +32,7 @@ from ultraep_jax.types import Array, Plan, PlanCost, Routes
 _PROFILED = 20  # calls in a trace
 # Those beyond what the shape can have become its largest; at 1 there is nothing to plan.
 RATIOS = (1.0, 1.3, 1.5, 2.0, 2.5, 3.0, 6.0)
-COST = PlanCost(copy_rows=900, capacity_rows=69_632)
+COST = PlanCost(copy_rows=900, capacity_rows=69_632, group_rows=100)
 
 Shape = tuple[int, int, int, dict[str, Any]]  # experts, ranks, slots and options
 
