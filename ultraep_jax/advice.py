@@ -129,7 +129,10 @@ def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: in
   if config.min_tokens_per_replica > 1:
     return f"min_tokens_per_replica: {possible}; small copies are not made"
   if config.objective == "time":
-    return f'objective: {possible}; by "time", more copies would cost more than they save'
+    return (
+      f'objective: {possible}; by "time", more copies would cost more than they save, or the '
+      "busiest rank has fewer groups of rows"
+    )
   return f"strategy: {possible} by quota"
 
 

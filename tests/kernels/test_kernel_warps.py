@@ -131,7 +131,7 @@ def test_the_planner_compares_signed_numbers_only(compared, by_time, num_slots):
       steps=(32768, 500),
     )
 
-  shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 32), (3,))]
+  shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 32), (4,))]
   jax.jit(plan).trace(*shapes).lower(lowering_platforms=("cuda",))
   assert compared and all(compared)
 
