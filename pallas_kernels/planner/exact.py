@@ -24,6 +24,7 @@ from pallas_kernels.planner.tables import (
   Tables,
   of_ranks,
   ranks_of,
+  weighted,
 )
 from pallas_kernels.support import Array
 from pallas_kernels.warp.scatter import barrier, fill, put_at
@@ -125,9 +126,9 @@ def construct(
 
   state = lax.while_loop(above, step, _State(rows, zeros, zeros))
   groups = _home_groups(table, problem) if problem.by_time else zeros
-  load = [x + group * (y + z) for x, y, z in zip(state.rows, groups, state.filled, strict=True)]
+  groups = [x + y for x, y in zip(groups, state.filled, strict=True)]
   return Outcome(
-    busiest=over(warp_max, load),
+    busiest=over(warp_max, weighted(state.rows, groups, group)),
     rows=over(warp_max, state.rows),
     replicas=over(warp_sum, state.filled),
     copies=over(warp_max, state.filled + state.sends),

@@ -27,6 +27,7 @@ from pallas_kernels.planner.tables import (
   Tables,
   of_ranks,
   ranks_of,
+  weighted,
 )
 from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import one_if
@@ -109,7 +110,7 @@ def choose_probe(
   probe = block * PROBES + divide(thread_index(), LANES)[0]
   index, rule = divide(probe, RULES)
   columns, kind = divide(rule, 3)
-  load = [x + group * y for x, y in zip(rows, groups, strict=True)]
+  load = weighted(rows, groups, group)
   mean = ceil_div(over(warp_sum, load), problem.domain_size)
   busiest = over(warp_max, load)
   threshold = mean
@@ -156,16 +157,12 @@ def run(
   state = lax.while_loop(lambda state: any_of_warp(state.alive), step, state)
   filled = [where(h >= 0, problem.num_slots - e, 0) for h, e in zip(heat, state.empty, strict=True)]
   return Outcome(
-    busiest=over(warp_max, _load(state, group)),
+    busiest=over(warp_max, weighted(state.rows, state.groups, group)),
     rows=over(warp_max, state.rows),
     replicas=state.replicas,
     copies=over(warp_max, filled + state.sends),
     filled=filled,
   )
-
-
-def _load(state: _State, group: Array) -> Parts:
-  return [rows + group * groups for rows, groups in zip(state.rows, state.groups, strict=True)]
 
 
 def _step(
@@ -195,7 +192,7 @@ def _step(
 
   slack = [
     where(empty > 0, jnp.maximum(threshold - group - load, 0), 0)
-    for load, empty in zip(_load(state, group), state.empty, strict=True)
+    for load, empty in zip(weighted(state.rows, state.groups, group), state.empty, strict=True)
   ]
   most = over(warp_max, slack)
   slots = over(

@@ -96,17 +96,14 @@ def kernel(
     return Placement(slots_ref, (index * PROBES + candidate) * problem.placement)
 
   rows, groups = (of_ranks(x, 0, problem) for x in (table.rank_rows, table.rank_groups))
-  load = [x + group * y for x, y in zip(rows, groups, strict=True)]
-  total, busiest, most_rows = over(warp_sum, load), over(warp_max, load), over(warp_max, rows)
+  load = plan_tables.weighted(rows, groups, group)
+  total, zeros = over(warp_sum, load), [part * 0 for part in load]
+  nothing = Outcome(over(warp_max, load), over(warp_max, rows), total * 0, total * 0, zeros)
   goal = _goal(total, problem)
 
   def report(outcome: Outcome) -> None:
     values = _values(outcome, goal, cost_ref, problem)
     _report(values, outcome, table.best, report_ref, index, problem)
-
-  def report_nothing() -> None:
-    zeros = [part * 0 for part in load]
-    report(Outcome(busiest, most_rows, busiest * 0, busiest * 0, zeros))
 
   def report_one_of_probes() -> None:
     counted = group * greedy.counts_groups(block, problem)
@@ -121,10 +118,9 @@ def kernel(
   if not problem.searches:
     report_construction()
     return
-  nothing = Outcome(busiest, most_rows, busiest * 0, busiest * 0, [])
   searching = one_if(_may_gain(nothing, total, goal, cost_ref, problem))
   constructing = one_if(block == problem.probe_blocks)
-  makers = [report_nothing, report_one_of_probes, report_construction]
+  makers = [lambda: report(nothing), report_one_of_probes, report_construction]
   lax.switch(searching * (1 + constructing), makers[: 2 + problem.constructs])
 
 

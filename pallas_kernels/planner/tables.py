@@ -243,6 +243,11 @@ def sort(table: Tables, domain: Array, group: Array, problem: Problem) -> None:
   barrier()
 
 
+def weighted(rows: Parts, groups: Parts, group: Array) -> Parts:
+  """Loads of ranks: their rows, and ``group`` for each of their groups."""
+  return [x + group * y for x, y in zip(rows, groups, strict=True)]
+
+
 def ranks_of(problem: Problem) -> Parts:
   lane = thread_index() & (LANES - 1)
   return [lane + LANES * part for part in range(problem.parts)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax.planning.greedy import Outcome, weigh
+from ultraep_jax.planning.greedy import Outcome, weighted
 from ultraep_jax.planning.integers import ceil_div
 from ultraep_jax.types import Array
 
@@ -45,7 +45,7 @@ def slots_that_suffice(num_experts: int, num_ranks: int) -> int:
 
 
 def construct(
-  load_NRM: Array, num_slots: int, count_copies: bool, group_rows: Array | int = 0
+  load_NRM: Array, num_slots: int, count_copies: bool, group_N: Array | None = None
 ) -> tuple[Outcome, Array, Array]:
   """Balances the rows of every domain exactly.
 
@@ -53,7 +53,7 @@ def construct(
     load_NRM: ``[N, R, M]`` int32, home loads.
     num_slots: S, at least ``slots_that_suffice``.
     count_copies: homes send every copy themselves.
-    group_rows: what a group adds to the outcome's loads.
+    group_N: what a group of rows adds to the outcome's loads; ``None``: nothing.
 
   Returns:
     ``[N]`` outcomes; ``[N, R, S]`` int32, the expert copied into each slot, in ``[0, R * M)``,
@@ -77,9 +77,9 @@ def construct(
   sends_NR += 0 if count_copies else state.forwards_NR
   filled_NR = jnp.sum(state.expert_NRS >= 0, axis=-1, dtype=jnp.int32)
   groups_NR = filled_NR + jnp.sum(state.left_NRM > 0, axis=-1, dtype=jnp.int32)
-  *_, group_N = weigh(load_NRM, num_slots, group_rows)
+  group_N = total_N * 0 if group_N is None else group_N
   outcome = Outcome(
-    busiest=jnp.max(state.load_NR + group_N[:, None] * groups_NR, axis=-1),
+    busiest=jnp.max(weighted(state.load_NR, groups_NR, group_N), axis=-1),
     rows=jnp.max(state.load_NR, axis=-1),
     replicas=jnp.sum(filled_NR, axis=-1, dtype=jnp.int32),
     copies=jnp.max(jnp.maximum(filled_NR, sends_NR), axis=-1),

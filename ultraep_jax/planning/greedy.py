@@ -61,7 +61,7 @@ class Loads(NamedTuple):
   @property
   def rank_NR(self) -> Array:
     """Load of each rank."""
-    return self.rows_NR + self.group_N[:, None] * self.groups_NR
+    return weighted(self.rows_NR, self.groups_NR, self.group_N)
 
 
 class Probes(NamedTuple):
@@ -97,8 +97,8 @@ class Outcome(NamedTuple):
 
 
 class _State(NamedTuple):
-  rows_BR: Array
-  groups_BR: Array
+  load_BR: Array
+  whole_BR: Array  # experts that the rank has given away whole
   empty_BR: Array  # empty slots
   turn_B: Array  # sources that are done
   place_B: Array  # place of the current expert on the current source
@@ -120,6 +120,8 @@ class _Piece(NamedTuple):
 class _Search(NamedTuple):
   loads: Loads
   probes: Probes
+  load_BR: Array  # as the probe counts it
+  order_BR: Array  # ranks in falling order of it
   sources_B: Array  # ranks above the threshold
   hot_first_B: Array  # the columns of RULES
   fits_B: Array
@@ -135,7 +137,7 @@ def sort_loads(load_NRM: Array, num_slots: int, group_rows: Array | int = 0) -> 
     group_rows: rows that a group costs; less where loads would not fit int32.
   """
   rows_NR, groups_NR, group_N = weigh(load_NRM, num_slots, group_rows)
-  rank_NR = rows_NR + group_N[:, None] * groups_NR
+  rank_NR = weighted(rows_NR, groups_NR, group_N)
   hottest_NR, fullest_NR = (
     jnp.argsort(-keys_NR, axis=-1, stable=True).astype(jnp.int32) for keys_NR in (rank_NR, rows_NR)
   )
@@ -151,6 +153,11 @@ def weigh(load_NRM: Array, num_slots: int, group_rows: Array | int) -> tuple[Arr
   groups_NR = jnp.sum(load_NRM > 0, axis=-1, dtype=jnp.int32)
   room_N = INT32_MAX - jnp.sum(rows_NR, axis=-1, dtype=jnp.int32)
   return rows_NR, groups_NR, jnp.minimum(group_rows, room_N // (size * (per_rank + num_slots)))
+
+
+def weighted(rows_NR: Array, groups_NR: Array, group_N: Array) -> Array:
+  """Loads of ranks, of domains or of probes."""
+  return rows_NR + group_N[:, None] * groups_NR
 
 
 def run(
@@ -176,10 +183,11 @@ def run(
   state = lax.while_loop(
     lambda state: jnp.any(_active(search, state)), body, _start(search, num_slots)
   )
-  group_B = loads.group_N[probes.domain_B]
+  groups_BR = loads.groups_NR[probes.domain_B] + num_slots - state.empty_BR - state.whole_BR
+  rows_BR = state.load_BR - probes.group_B[:, None] * groups_BR
   return Outcome(
-    busiest=jnp.max(state.rows_BR + group_B[:, None] * state.groups_BR, axis=-1),
-    rows=jnp.max(state.rows_BR, axis=-1),
+    busiest=jnp.max(weighted(rows_BR, groups_BR, loads.group_N[probes.domain_B]), axis=-1),
+    rows=jnp.max(rows_BR, axis=-1),
     replicas=state.replicas_B,
     copies=jnp.max(jnp.maximum(num_slots - state.empty_BR, state.sends_BR), axis=-1),
   )
@@ -195,8 +203,8 @@ def place(loads: Loads, probes: Probes, num_slots: int, min_tokens: int) -> tupl
   search = _search(loads, probes)
   start = _start(search, num_slots)
   per_rank = loads.index_NRM.shape[-1]
-  rank_BR = lax.broadcasted_iota(jnp.int32, start.rows_BR.shape, 1)
-  slot_BRS = lax.broadcasted_iota(jnp.int32, (*start.rows_BR.shape, num_slots), 2)
+  rank_BR = lax.broadcasted_iota(jnp.int32, start.load_BR.shape, 1)
+  slot_BRS = lax.broadcasted_iota(jnp.int32, (*start.load_BR.shape, num_slots), 2)
 
   def body(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
     state, expert_BRS, tokens_BRS = carry
@@ -210,7 +218,7 @@ def place(loads: Loads, probes: Probes, num_slots: int, min_tokens: int) -> tupl
     tokens_BRS = jnp.where(fills_BRS, piece.tokens_B[:, None, None], tokens_BRS)
     return after, expert_BRS, tokens_BRS
 
-  zero_BRS = slot_BRS * 0 + start.rows_BR[:, :, None] * 0
+  zero_BRS = slot_BRS * 0 + start.load_BR[:, :, None] * 0
   _, expert_BRS, tokens_BRS = lax.while_loop(
     lambda carry: jnp.any(_active(search, carry[0])), body, (start, zero_BRS - 1, zero_BRS)
   )
@@ -218,30 +226,28 @@ def place(loads: Loads, probes: Probes, num_slots: int, min_tokens: int) -> tupl
 
 
 def _lookup(table: Array, domain_B: Array, index_B: Array) -> Array:
-  """``table[domain]``, flattened, at ``index``."""
+  """``table[domain]``, or of a probe, flattened, at ``index``."""
   size = table.size // table.shape[0]
   return jnp.take(table.reshape(-1), domain_B * size + index_B, mode="clip")
 
 
 def _search(loads: Loads, probes: Probes) -> _Search:
   rows_BR, groups_BR = loads.rows_NR[probes.domain_B], loads.groups_NR[probes.domain_B]
-  above_BR = _load(rows_BR, groups_BR, probes.group_B[:, None]) > probes.threshold_B[:, None]
-  sources_B = jnp.sum(above_BR, axis=-1, dtype=jnp.int32)
+  load_BR = weighted(rows_BR, groups_BR, probes.group_B)
+  hottest_BR, fullest_BR = loads.hottest_NR[probes.domain_B], loads.fullest_NR[probes.domain_B]
+  order_BR = jnp.where(probes.group_B[:, None] > 0, hottest_BR, fullest_BR)
+  sources_B = jnp.sum(load_BR > probes.threshold_B[:, None], axis=-1, dtype=jnp.int32)
   columns_B = [jnp.array(column)[probes.rule_B] for column in zip(*RULES, strict=True)]
-  return _Search(loads, probes, sources_B, *columns_B)
-
-
-def _load(rows: Array, groups: Array, group: Array) -> Array:
-  return rows + group * groups
+  return _Search(loads, probes, load_BR, order_BR, sources_B, *columns_B)
 
 
 def _start(search: _Search, num_slots: int) -> _State:
-  rows_BR = search.loads.rows_NR[search.probes.domain_B]
+  load_BR = search.load_BR
   # Zeros made from the load vary over the same mesh axes, as a carry inside shard_map must.
-  zero_BR, zero_B = rows_BR * 0, rows_BR[:, 0] * 0
+  zero_BR, zero_B = load_BR * 0, load_BR[:, 0] * 0
   return _State(
-    rows_BR=rows_BR,
-    groups_BR=search.loads.groups_NR[search.probes.domain_B],
+    load_BR=load_BR,
+    whole_BR=zero_BR,
     empty_BR=zero_BR + num_slots,
     turn_B=zero_B,
     place_B=zero_B,
@@ -261,30 +267,22 @@ def _step(
   search: _Search, state: _State, min_tokens: int, count_copies: bool
 ) -> tuple[_State, _Piece]:
   """Every probe moves one piece, or goes on to its next expert or source if none can move."""
-  loads, probes, sources_B, hot_first_B, fits_B, kind_B = search
+  loads, probes, start_BR, order_BR, sources_B, hot_first_B, fits_B, kind_B = search
   threshold_B, group_B = probes.threshold_B, probes.group_B
   num_ranks, per_rank = loads.expert_NRM.shape[1:]
-  rank_BR = lax.broadcasted_iota(jnp.int32, state.rows_BR.shape, 1)
+  rank_BR = lax.broadcasted_iota(jnp.int32, state.load_BR.shape, 1)
+  probe_B = lax.broadcasted_iota(jnp.int32, threshold_B.shape, 0)
 
   active_B = _active(search, state)
   turn_B = jnp.where(hot_first_B, state.turn_B, sources_B - 1 - state.turn_B)
-  turn_B = jnp.clip(turn_B, 0, num_ranks - 1)
-  hottest_B, fullest_B = (
-    _lookup(order_NR, probes.domain_B, turn_B) for order_NR in (loads.hottest_NR, loads.fullest_NR)
-  )
-  source_B = jnp.where(group_B > 0, hottest_B, fullest_B)
+  source_B = _lookup(order_BR, probe_B, jnp.clip(turn_B, 0, num_ranks - 1))
   key_B = source_B * per_rank + state.place_B
-  rows_B, groups_B = (
-    _lookup(field_NR, probes.domain_B, source_B) for field_NR in (loads.rows_NR, loads.groups_NR)
-  )
-  load_B = _load(rows_B, groups_B, group_B)
-  need_B = load_B - state.given_B - threshold_B
+  need_B = _lookup(start_BR, probe_B, source_B) - state.given_B - threshold_B
   left_B = _lookup(loads.expert_NRM, probes.domain_B, key_B) - state.taken_B
 
   # A rank that has taken of the current expert has no slack left for a group and a row, or the
   # expert would be done: nobody takes two copies of it.
-  load_BR = _load(state.rows_BR, state.groups_BR, group_B[:, None])
-  slack_BR = jnp.maximum((threshold_B - group_B)[:, None] - load_BR, 0)
+  slack_BR = jnp.maximum((threshold_B - group_B)[:, None] - state.load_BR, 0)
   slack_BR = jnp.where(state.empty_BR > 0, slack_BR, 0)
   most_B = jnp.max(slack_BR, axis=-1)
   slots_B = jnp.sum(jnp.where(slack_BR > 0, state.empty_BR, 0), axis=-1, dtype=jnp.int32)
@@ -313,7 +311,6 @@ def _step(
 
   takes_BR = (rank_BR == taker_B[:, None]) & moves_B[:, None]
   gives_BR = rank_BR == source_B[:, None]
-
   sends_BR = gives_BR & (moves_B & (first_B | count_copies))[:, None]
   # Of an expert's copies, one that a source holds can be the last of a chain; each further one
   # is forwarded by a rank that sends copies of its own experts too.
@@ -321,12 +318,10 @@ def _step(
   sends_BR |= by_source_BR & state.has_end_B[:, None]
   has_end_B = state.has_end_B | jnp.any(by_source_BR, axis=-1)
   after = _State(
-    rows_BR=state.rows_BR
-    + jnp.where(takes_BR, tokens_B[:, None], 0)
-    - jnp.where(gives_BR, tokens_B[:, None], 0),
-    groups_BR=state.groups_BR
-    + takes_BR.astype(jnp.int32)
-    - (gives_BR & whole_B[:, None]).astype(jnp.int32),
+    load_BR=state.load_BR
+    + jnp.where(takes_BR, (tokens_B + group_B)[:, None], 0)
+    - jnp.where(gives_BR, given_B[:, None], 0),
+    whole_BR=state.whole_BR + (gives_BR & whole_B[:, None]).astype(jnp.int32),
     empty_BR=state.empty_BR - takes_BR.astype(jnp.int32),
     turn_B=state.turn_B + source_done_B.astype(jnp.int32),
     place_B=jnp.where(source_done_B, 0, state.place_B + expert_done_B.astype(jnp.int32)),

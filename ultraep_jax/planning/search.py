@@ -53,7 +53,7 @@ def may_gain(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> Array:
   Its busiest rank has the mean or more, and makes or sends a copy.
   """
   rows_NR, groups_NR, group_N = greedy.weigh(load_NRM, setup.num_slots, _group_rows(cost))
-  load_NR = rows_NR + group_N[:, None] * groups_NR
+  load_NR = greedy.weighted(rows_NR, groups_NR, group_N)
   total_N, busiest_N = jnp.sum(load_NR, axis=-1, dtype=jnp.int32), jnp.max(load_NR, axis=-1)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
   least_N = jnp.maximum(ceil_div(total_N, setup.domain_size), goal_N)
@@ -72,8 +72,7 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
   domains, size, per_rank = load_NRM.shape
   slots, min_tokens = setup.num_slots, setup.min_tokens
   constructs = slots >= exact.slots_that_suffice(size * per_rank, size) and min_tokens == 1
-  group_rows = _group_rows(cost)
-  loads = greedy.sort_loads(load_NRM, slots, group_rows)
+  loads = greedy.sort_loads(load_NRM, slots, _group_rows(cost))
   total_N = jnp.sum(loads.rank_NR, axis=-1, dtype=jnp.int32)
   goal_N = ceil_scale(total_N, setup.target or 0, setup.domain_size)
   probes = _probes(*_thresholds(loads, total_N, goal_N, setup, cost, constructs))
@@ -82,7 +81,7 @@ def best_placement(load_NRM: Array, setup: Setup, cost: PlanCost | None) -> tupl
   num_probes = outcome_NQ.busiest.shape[1]
   if constructs:
     exact_N, exact_expert_NRS, exact_tokens_NRS = exact.construct(
-      load_NRM, slots, setup.count_copies, group_rows
+      load_NRM, slots, setup.count_copies, loads.group_N
     )
     outcome_NQ = jax.tree.map(
       lambda many, one: jnp.concatenate([many, one[:, None]], axis=1), outcome_NQ, exact_N
