@@ -87,6 +87,11 @@ class Claims:
   told: Any
   free: Any
 
+  @property
+  def cluster(self) -> Array:
+    """This one."""
+    return self.in_turn.cluster
+
   def begin(self, i: Array, describe: Describe, loading: bool) -> Scalars | None:
     """Claims the i-th tile of this block, which is told while the one before is loaded.
 

@@ -138,6 +138,7 @@ def persist(
   registers: tuple[int, int] = FEW_TO_LOAD,
   pending: Callable[[], Any] = lambda: None,
   flush: Callable[[Any], None] = lambda pending: None,
+  loaded: Callable[[Array], None] = lambda steps: None,
 ) -> None:
   """Runs this block's share of the tiles.
 
@@ -153,6 +154,7 @@ def persist(
     registers: of a thread that multiplies, and of one that loads.
     pending: what is to be stored before the first tile: nothing, in the form of something.
     flush: stores what is left.
+    loaded: what the loading warpgroup does after the last of so many steps.
   """
   rank, group = lax.axis_index(_CLUSTER_AXIS), lax.axis_index(_GROUP_AXIS)
   multiplies, loads = registers
@@ -190,15 +192,20 @@ def persist(
   @when(group == MULTIPLYING)
   def _() -> None:
     plgpu.set_max_registers(loads, action="decrease")
-    ring.finish(
-      run(lambda work, before, owner, _: load(work, before, owner), None, loading=True)[0]
-    )
+    steps, _ = run(lambda work, before, owner, _: load(work, before, owner), None, loading=True)
+    loaded(steps)
+    ring.finish(steps)
 
 
 def strip_index(tile: Tile) -> Array:
   """Which strip of a tile this warpgroup multiplies."""
   group = lax.axis_index(_GROUP_AXIS)
   return group if tile.strips == MULTIPLYING else jnp.int32(0)
+
+
+def cluster_rank() -> Array:
+  """This block, of those of its cluster."""
+  return lax.axis_index(_CLUSTER_AXIS)
 
 
 def warpgroup() -> Array:

@@ -6,7 +6,7 @@ multiplying and loading already take shared memory's whole rate, so that stores 
 cost what they save (measured: docs/lab/kernels.md).
 
 Slot s gets the product of its rows alone, ``rows[s].T @ grads[s]``: a slot of 3 rows contracts 3,
-and a slot without rows gets zeros::
+and a slot without rows gets zeros, which the loading warpgroup writes beside (``zeros.py``)::
 
       rows.T               grads
   D [ 0 0 0 | 1 1 ]   ×   [ 0 0 0 | 1 1 ].T F    ──►   slot 0, slot 1
@@ -25,10 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.matmul import layout, pipeline
+from pallas_kernels.matmul import layout, pipeline, zeros
 from pallas_kernels.matmul.deal import Claims, InTurn
 from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
+from pallas_kernels.matmul.zeros import Zeros
 from pallas_kernels.sums import sum_lines
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
@@ -136,6 +137,7 @@ def wgrad_beside(
         pipeline.smem(tuning.stages, tile.strips, DEPTH, tile.strip),
         pipeline.smem(tuning.stages, DEPTH, tile.cols),
         pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECES[dtype], dtype=dtype),
+        zeros.memory(tile, tuning, dtype),
       ]
     ],
     loads=2 * tile.strips + 1,
@@ -158,9 +160,9 @@ def inner_steps(
   have rows of others, which must add nothing.
 
   Returns:
-    ``[6, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
-    the group, rows up to the group's end, and in the last lines the number of slots to compute and
-    the rows of all groups.
+    ``[7, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
+    the group, rows up to the group's end, and in the last lines the number of slots with rows, of
+    slots to write, and the rows of all groups.
   """
   slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
   some_P = jnp.ones(group_size_P.shape, bool)
@@ -178,6 +180,7 @@ def inner_steps(
   lines = slot_P, start_P - before_P, before_P, before_P + group_size_P
   return sum_lines(
     *(jnp.where(ranked_PP, line_P[None, :], 0) for line_P in lines),
+    jnp.broadcast_to((size_P > 0)[None, :].astype(jnp.int32), ranked_PP.shape),
     jnp.broadcast_to(filled_P[None, :].astype(jnp.int32), ranked_PP.shape),
     jnp.broadcast_to(group_size_P[None, :], ranked_PP.shape),
   )
@@ -197,11 +200,11 @@ def _body(
   tile: Tile,
   tuning: MatmulTuning,
 ) -> None:
-  (table, rows, grad), (lhs, rhs, staged) = inputs, views[0]
+  (table, rows, grad), (lhs, rhs, staged, piece) = inputs, views[0]
   height, width = outs[0].shape[1:]
   num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
-  strip, me, used = pipeline.strip_index(tile), pipeline.warpgroup(), table[5, 0]
+  strip, me, used = pipeline.strip_index(tile), pipeline.warpgroup(), table[6, 0]
   ring = Ring(full, free, tuning.stages)
   # Rows that a warpgroup's threads clear at a time: four tiles of the layout, or a multiple.
   slab = next(n for n in (16, 32) if n // 8 * (tile.strip // UNIT) % 4 == 0)
@@ -219,6 +222,17 @@ def _body(
     steps = lax.select(end > begin, lax.div(end + DEPTH - 1, jnp.int32(DEPTH)), jnp.int32(0))
     overlap = (first_col - col,) if adds else ()
     return Work(steps, (slot, first_row, begin, end, row * tile.rows, col, *overlap))
+
+  # Blocks that run beside a transfer are numbered from its own on.
+  cluster = lax.rem(dealt.cluster, jnp.int32(tuning.clusters))
+  block = cluster * tuning.cluster + pipeline.cluster_rank()
+  with_rows, written = table[4, 0], table[5, 0]
+  empty = Zeros(
+    *(piece, outs, lambda i: table[0, with_rows + i], written - with_rows),
+    *(block, tuning.clusters * tuning.cluster),
+  )
+  num_empty = empty.count
+  when(me == MULTIPLYING)(empty.fill)
 
   def strip_row(out_row: Array, strip: Array | int) -> Array:
     return lax.min(out_row + strip * tile.strip, jnp.int32(height - tile.strip))
@@ -246,6 +260,7 @@ def _body(
           pipeline.load_common_rows(source, target, loaded, tuning)
       source = grad.at[depth(first, DEPTH), pl.ds(out_col, tile.cols)]
       plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
+      when(before + k < num_empty)(lambda: empty.write(before + k))
 
     last = work.steps - 1
     lax.fori_loop(0, last, lambda k, _: step(k, DEPTH), None)
@@ -320,5 +335,5 @@ def _body(
     if len(outs) > 1:
       when(slot >= num_home)(lambda: store(outs[1], slot - num_home))
 
-  num_tiles = table[4, 0] * slot_tiles
-  pipeline.persist(num_tiles, describe, load, compute, dealt, ring, tile)
+  num_tiles = with_rows * slot_tiles
+  pipeline.persist(*(num_tiles, describe, load, compute, dealt, ring, tile), loaded=empty.finish)

@@ -82,3 +82,10 @@ def test_more_room_is_given_only_where_it_is_not_asked_for():
   assert row_capacity(50, 2, 2, auto, token_bytes=MIB, least=5000) == 200  # all that there are
   more = row_capacity(2048, 2, 4, auto, token_bytes=MIB // 4, least=10**9)
   assert more == max(4096, 2 * 2048, 1.25 * 4096)  # a GiB, but never less than without
+
+
+@pytest.mark.parametrize(("least", "rows"), [(14336, 16384), (14272, 14272)])
+def test_a_buffer_for_nearly_all_rows_holds_all(least, rows):
+  """From seven eighths on, so that no plan makes copies for the few that are missing."""
+  auto = uep.BalanceConfig()
+  assert row_capacity(512, 8, 4, auto, 14336, least=least) == rows

@@ -23,6 +23,7 @@ _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
 # Of a rank: ``_AMPLE`` up to these; all rows up to the first, where that spares a plan or a loop.
 _KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30
 _LEAST_BYTES = 1 << 30  # of a rank: ``least`` up to this
+_NEARLY_ALL = 7 / 8  # of the rows of all ranks: the others are held too, and spare copies to fit
 _MOST_RANKS = 8  # whose rows one buffer holds to spare a plan
 
 
@@ -67,6 +68,8 @@ def row_capacity(
     room = (_KEPT_BYTES if kept else _TRANSIENT_BYTES) // token_bytes
     least = min(least, _LEAST_BYTES // token_bytes)
     rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room), least)
+    if rows >= _NEARLY_ALL * everything:
+      rows = everything
   return _in_units(min(rows, everything))
 
 
