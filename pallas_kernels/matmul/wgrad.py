@@ -219,7 +219,7 @@ def _body(
     first_col = (col * tuning.cluster + rank) * tile.cols
     col = lax.min(first_col, jnp.int32(width - tile.cols))
     slot, first_row, begin, end = (table[line, index] for line in range(4))
-    steps = lax.select(end > begin, lax.div(end + DEPTH - 1, jnp.int32(DEPTH)), jnp.int32(0))
+    steps = lax.div(end + DEPTH - 1, jnp.int32(DEPTH))
     overlap = (first_col - col,) if adds else ()
     return Work(steps, (slot, first_row, begin, end, row * tile.rows, col, *overlap))
 
@@ -264,7 +264,7 @@ def _body(
 
     last = work.steps - 1
     lax.fori_loop(0, last, lambda k, _: step(k, DEPTH), None)
-    when(last >= 0)(lambda: for_size(end - last * DEPTH, ends, functools.partial(step, last)))
+    for_size(end - last * DEPTH, ends, functools.partial(step, last))
 
   def keep(part: Any, begin: Array | int, end: Array) -> None:
     """Makes all rows but these zero, 16 bytes of a thread at a time."""

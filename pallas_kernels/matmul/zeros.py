@@ -28,7 +28,10 @@ _ROWS = (64, 32, 16, 8)  # of a piece
 
 
 def memory(tile: Tile, tuning: MatmulTuning, dtype: jnp.dtype) -> Any:
-  """Shared memory of a piece, in what the stages and the pieces to store leave."""
+  """Shared memory of a piece, in what the stages and the pieces to store leave.
+
+  That is at least 1 KB: a block has 3 KB beyond ``SHARED_BYTES``.
+  """
   stages = 2 * DEPTH * (tile.rows + tile.cols) * tuning.stages
   left = layout.SHARED_BYTES - stages - tuning.store_bytes
   rows = next((rows for rows in _ROWS if rows * _WIDE <= left), _ROWS[-1])

@@ -23,7 +23,7 @@ _ALL_BYTES = 64 << 20  # of all ranks: a buffer holds them all
 # Of a rank: ``_AMPLE`` up to these; all rows up to the first, where that spares a plan or a loop.
 _KEPT_BYTES, _TRANSIENT_BYTES = 512 << 20, 2 << 30
 _LEAST_BYTES = 1 << 30  # of a rank: ``least`` up to this
-_NEARLY_ALL = 7 / 8  # of the rows of all ranks: the others are held too, and spare copies to fit
+_NEARLY_ALL = 7 / 8  # of the rows of all ranks: ``least`` is all then, and spares copies to fit
 _MOST_RANKS = 8  # whose rows one buffer holds to spare a plan
 
 
@@ -48,7 +48,8 @@ def row_capacity(
     config: ``capacity_factor`` counts; the constants above say what ``"auto"`` is.
     token_bytes: of one token, by which small batches are told; ``None``: none is small.
     kept: for gradients.
-    least: rows that ``"auto"`` has in any case up to 1 GiB, such as ``least_room``.
+    least: rows that ``"auto"`` has in any case up to 1 GiB, such as ``least_room``; all that there
+      are, if seven eighths are asked for.
 
   >>> auto = BalanceConfig()
   >>> [row_capacity(tokens, 8, 4, auto, token_bytes=4096) for tokens in (512, 2048, 8192)]
@@ -66,10 +67,9 @@ def row_capacity(
     rows = everything
   else:
     room = (_KEPT_BYTES if kept else _TRANSIENT_BYTES) // token_bytes
+    least = everything if least >= _NEARLY_ALL * everything else least
     least = min(least, _LEAST_BYTES // token_bytes)
     rows = max(math.ceil(mean * _TIGHT), min(mean * _AMPLE, room), least)
-    if rows >= _NEARLY_ALL * everything:
-      rows = everything
   return _in_units(min(rows, everything))
 
 
