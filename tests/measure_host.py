@@ -91,7 +91,7 @@ STEPS = {
   "pairwise": Step("matrix --minutes 7", 540, True),
   "prefill_3.8": Step(f"{_PREFILL} --skew 3.8", 240),
   "prefill_3": Step(f"{_PREFILL} --skew 3", 240),
-  "text": Step("train --warmup 100 --ratios 2 --calibrate 10 --steps 2 --repeats 3", 240),
+  "text": Step("train --warmup 100 --ratios 2 --calibrate 10 --steps 2 --repeats 3", 420),
 }
 
 
