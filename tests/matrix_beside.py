@@ -27,7 +27,7 @@ import numpy as np
 from compiled_elsewhere import Folder, failure, pretending, using
 
 from ultraep_jax.bench.compile import targets
-from ultraep_jax.bench.layer.problem import SHAPES
+from ultraep_jax.bench.layer.problem import shape_of
 from ultraep_jax.bench.matrix import cells, command
 
 
@@ -92,7 +92,7 @@ def finding(
   args = options.parse_args(bench)
 
   def path_of(group: cells.Group) -> pathlib.Path:
-    width = SHAPES[group.shape].narrowed(args.scale).width
+    width = shape_of(group.shape).narrowed(args.scale).width
     return folder.group(group, jax.devices()[:ranks], args.implementation, width)
 
   def choose(*arguments: Any, **options: Any) -> "Arriving":

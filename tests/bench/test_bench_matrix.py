@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from ultraep_jax.bench.layer.problem import SHAPES, Shape
+from ultraep_jax.bench.layer.problem import SHAPES, Shape, shape_of
 from ultraep_jax.bench.matrix import command, report
 from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, choose
 from ultraep_jax.bench.matrix.floor import Rates, floor
@@ -105,6 +105,21 @@ def test_a_run_measures_its_cells_and_writes_them(tmp_path, capsys):
   best = min(found["ms"]["none"], found["ms"]["none, worst-case buffer"])
   assert found["regret"] == pytest.approx(found["ms"]["balanced"] / best)
   assert found["before"] > 1.9 and "mixtral" in capsys.readouterr().out
+
+
+def test_a_shape_may_be_a_users_own(tmp_path, capsys):
+  assert shape_of("96x40x12x3") == Shape(width=96, inner=40, top_k=3, experts=12)
+  path = tmp_path / "rows.json"
+  flags = "--scale 2 --ranks 2 --tokens 8 --passes forward --ratios 1.3 --loads zipf --repeats 1"
+  assert command.main([*flags.split(), "--json", str(path), "--shapes", "96x40x12x3"]) == 0
+  (found,) = json.loads(path.read_text())["rows"]
+  assert found["shape"] == "96x40x12x3" and found["before"] == pytest.approx(1.3, abs=0.03)
+  assert command.main([*flags.split(), "--shapes", "96x40x13x3"]) == 1
+  assert "expected experts in multiples of 2 ranks, got 13" in capsys.readouterr().out
+  for wrong in ("96x40x12", "96x40x2x3", "96x0x12x3", "96x40x12x3x1", "96xax12x3", "mixtral"):
+    with pytest.raises(SystemExit):
+      command.main(["--shapes", wrong])
+    assert f"or DxFxEXPERTSxTOP_K, got '{wrong}'" in capsys.readouterr().err
 
 
 def test_one_device_measures_equal_loads_only(tmp_path, capsys):

@@ -55,6 +55,24 @@ LARGE = ("qwen3-235b", "glm4.5-106b", "deepseek-v3")
 TUNED = (*LARGE, "qwen3-30b")
 
 
+def shape_of(name: str) -> Shape:
+  """One of ``SHAPES``, or sizes as D x F x experts x experts a token.
+
+  Raises:
+    ValueError: it is neither.
+
+  >>> shape_of("2048x1408x60x4")
+  Shape(width=2048, inner=1408, top_k=4, experts=60)
+  """
+  if name in SHAPES:
+    return SHAPES[name]
+  sizes = [int(size) if size.isdecimal() else 0 for size in name.split("x")]
+  if len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
+    raise ValueError(f"expected one of {', '.join(SHAPES)}, or DxFxEXPERTSxTOP_K, got {name!r}")
+  width, inner, experts, top_k = sizes
+  return Shape(width, inner, top_k, experts)
+
+
 def scaled(name: str, args: argparse.Namespace) -> Shape:
   shape = SHAPES[name].narrowed(args.scale)
   return shape._replace(top_k=args.top_k or shape.top_k)

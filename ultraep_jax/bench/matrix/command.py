@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultraep_jax.bench import timing
-from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Arrays, Shape, mesh_of
+from ultraep_jax.bench.layer.problem import AXIS, SHAPES, Arrays, Shape, mesh_of, shape_of
 from ultraep_jax.bench.layer.variants import bound
 from ultraep_jax.bench.machine import devices
 from ultraep_jax.bench.matrix import report
@@ -70,7 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+  parser.add_argument(
+    "--shapes",
+    nargs="+",
+    type=_shape,
+    default=list(SHAPES),
+    help=f"of {', '.join(SHAPES)}, or DxFxEXPERTSxTOP_K, as 2048x1408x60x4",
+  )
   parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS), help="per rank")
   parser.add_argument(
     "--ratios", nargs="+", type=_ratio, default=list(RATIOS), help="numbers of at least 1, or max"
@@ -86,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--json", type=pathlib.Path, help="write the results to this file too")
   parser.add_argument("--plot", type=pathlib.Path, help="draw the heat maps")
   processes.add_argument(parser)
+
+
+def _shape(text: str) -> str:
+  try:
+    shape_of(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from None
+  return text
 
 
 def _ratio(text: str) -> str:
@@ -125,7 +139,9 @@ def measure_group(
   mesh: jax.sharding.Mesh, group: Group, cells: Sequence[Cell], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
   """Compiles the contenders once and times each cell's loads."""
-  shape = SHAPES[group.shape].narrowed(args.scale)
+  shape = shape_of(group.shape).narrowed(args.scale)
+  if shape.experts % mesh.size:
+    raise ValueError(f"expected experts in multiples of {mesh.size} ranks, got {shape.experts}")
   sizes = argparse.Namespace(experts=shape.experts, tokens=group.tokens)
   arrays = Arrays.make(mesh, shape, sizes)
   calls = [(arrays.x, _index(mesh, cell, shape), arrays.gate, arrays.weights) for cell in cells]
