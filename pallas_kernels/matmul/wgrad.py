@@ -38,8 +38,8 @@ from pallas_kernels.warp.branches import for_size, when
 _ALIGNED = 8  # rows: TMA fills tiles of so many
 # A float32 tile takes a while to store: one warpgroup does while the other multiplies.
 IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
-# Rows and columns stored at a time: 128 bytes wide, the widest swizzle.
-_PIECES = {jnp.dtype(jnp.float32): (64, 32), jnp.dtype(jnp.bfloat16): (64, 64)}
+# Rows and columns stored at a time, as wide as the widest swizzle.
+_PIECES = {jnp.dtype(jnp.float32): (UNIT, UNIT // 2), jnp.dtype(jnp.bfloat16): (UNIT, UNIT)}
 
 
 @functools.partial(jax.jit, static_argnames=("num_home", "dtype", "tuning"))

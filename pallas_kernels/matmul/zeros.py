@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.layout import DEPTH, MatmulTuning, Tile
+from pallas_kernels.matmul.layout import DEPTH, UNIT, MatmulTuning, Tile
 from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import when
 
-_WIDE = 128  # bytes of a piece's row, as of a piece that is stored
+_WIDE = 2 * UNIT  # bytes of a piece's row, the widest swizzle
 _ROWS = (64, 32, 16, 8)  # of a piece
 
 
