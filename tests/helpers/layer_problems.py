@@ -57,6 +57,7 @@ def make_problem(
   load: str = "skewed",
   masked: bool = False,
   width: int = WIDTH,
+  inner: int = INNER,
   seed: int = 0,
   dtype: jnp.dtype = jnp.float32,
   layout: str = "apart",
@@ -76,7 +77,7 @@ def make_problem(
   def normal(*shape: int, scale: float = 1.0) -> jax.Array:
     return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
-  weights = make_weights(normal, experts, width, layout, biases)
+  weights = make_weights(normal, experts, width, layout, biases, inner)
   gate = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
   x, cotangent = normal(tokens, width), normal(tokens, width)
   problem = Problem(mesh, x, jnp.asarray(index), gate, weights, cotangent)
