@@ -59,7 +59,8 @@ class MatmulTuning:
       multiplies.
     rows: of a tile. ``None``, or where the widths have no room for it: as ``choose_tile`` finds.
     cols: of a tile, those of all weights together; given if ``rows`` is.
-    stages: of the ring; each has ``DEPTH`` of both operands.
+    stages: of the ring; each has ``DEPTH`` of both operands. Weight gradients have fewer where they
+      need the memory for zeros (``zeros.py``).
     buffers: pieces of 8 KB (64 × 64 of bfloat16, 64 × 32 of float32) that a warpgroup stores at
       a time.
     band: columns worked on side by side, so that the cache serves most loads.

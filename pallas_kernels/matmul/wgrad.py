@@ -114,7 +114,7 @@ def wgrad_beside(
   tile = layout.choose_tile(depth, cols, 1, tuning)
   if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
-  tuning = tuning.placed()
+  tuning = zeros.with_room(tile, tuning.placed())
   if more := max(-(-capacity // _ALIGNED) * _ALIGNED, DEPTH) - capacity:
     rows_CK, grad_CN = (jnp.pad(x, [(0, more), (0, 0)]) for x in (rows_CK, grad_CN))
   num_replica = num_slots - num_home
@@ -137,7 +137,7 @@ def wgrad_beside(
         pipeline.smem(tuning.stages, tile.strips, DEPTH, tile.strip),
         pipeline.smem(tuning.stages, DEPTH, tile.cols),
         pipeline.smem(MULTIPLYING, tuning.buffers, *_PIECES[dtype], dtype=dtype),
-        zeros.memory(tile, tuning, dtype),
+        zeros.memory(dtype),
       ]
     ],
     loads=2 * tile.strips + 1,

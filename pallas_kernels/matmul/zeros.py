@@ -24,18 +24,22 @@ from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import when
 
 _WIDE = 2 * UNIT  # bytes of a piece's row, the widest swizzle
-_ROWS = (64, 32, 16, 8)  # of a piece
 
 
-def memory(tile: Tile, tuning: MatmulTuning, dtype: jnp.dtype) -> Any:
-  """Shared memory of a piece, in what the stages and the pieces to store leave.
+def with_room(tile: Tile, tuning: MatmulTuning) -> MatmulTuning:
+  """With as many stages as leave memory for a piece, and no more than it has.
 
-  That is at least 1 KB: a block has 3 KB beyond ``SHARED_BYTES``.
+  With pieces of 1 KB, gradients of mostly empty slots took up to 1.7 times as long as with zeros
+  after all products. With one stage less they are as fast or faster.
   """
-  stages = 2 * DEPTH * (tile.rows + tile.cols) * tuning.stages
-  left = layout.SHARED_BYTES - stages - tuning.store_bytes
-  rows = next((rows for rows in _ROWS if rows * _WIDE <= left), _ROWS[-1])
-  return plgpu.SMEM((rows, _WIDE // dtype.itemsize), dtype)
+  left = layout.SHARED_BYTES - tuning.store_bytes - UNIT * _WIDE
+  stages = left // (2 * DEPTH * (tile.rows + tile.cols))
+  return dataclasses.replace(tuning, stages=max(min(tuning.stages, stages), 1))
+
+
+def memory(dtype: jnp.dtype) -> Any:
+  """Shared memory of a piece."""
+  return plgpu.SMEM((UNIT, _WIDE // dtype.itemsize), dtype)
 
 
 @dataclasses.dataclass(frozen=True)

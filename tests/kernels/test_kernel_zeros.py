@@ -3,6 +3,8 @@
 What they write is compared with products in ``test_kernel_grouped_matmul_wgrad.py``.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,15 +31,24 @@ def test_blocks_share_all_pieces_evenly(blocks, slots, height, width, pieces):
   assert counts[0] - counts[-1] <= 1
 
 
+SIX_STAGES = MatmulTuning("in_turns", rows=128, cols=128, stages=6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tuning", [IN_TURNS, MatmulTuning(), MatmulTuning(stages=3), LARGE_TILES])
-def test_a_piece_fits_beside_stages_and_divides_every_slot(dtype, tuning):
-  """In the 227 KB of a block, of which barriers and tables take one."""
-  tile = layout.choose_tile(4096, 1536, 1, tuning)
-  tuning = tuning.placed()
-  piece = zeros.memory(tile, tuning, jnp.dtype(dtype))
-  rows, cols = piece.shape
-  assert cols * jnp.dtype(dtype).itemsize == 128
-  assert 64 % rows == 0 and rows >= 8 and 64 % cols == 0
-  stages = 2 * DEPTH * (tile.rows + tile.cols) * tuning.stages
-  assert stages + tuning.store_bytes + 128 * rows <= 226 * 1024
+@pytest.mark.parametrize(
+  "given", [IN_TURNS, MatmulTuning(), MatmulTuning(stages=3), LARGE_TILES, SIX_STAGES]
+)
+def test_stages_leave_room_for_a_whole_piece(dtype, given):
+  tile = layout.choose_tile(4096, 1536, 1, given)
+  tuning = zeros.with_room(tile, given.placed())
+  piece = zeros.memory(jnp.dtype(dtype))
+  assert piece.shape == (64, 128 // jnp.dtype(dtype).itemsize)
+
+  def taken(stages):
+    return 2 * DEPTH * (tile.rows + tile.cols) * stages + tuning.store_bytes + 64 * 128
+
+  assert taken(tuning.stages) <= layout.SHARED_BYTES
+  assert tuning.stages == given.stages or taken(tuning.stages + 1) > layout.SHARED_BYTES
+  assert dataclasses.replace(tuning, stages=given.stages) == given.placed()
+  if given is SIX_STAGES:
+    assert tuning.stages == 5
