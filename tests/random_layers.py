@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from helpers.layer_problems import (
   BIASES,
   dense,
@@ -113,14 +112,9 @@ def draw(number: int, most_ranks: int, sizes: Sizes) -> Layer:
 
 def error(number: int, which: Layer) -> float:
   """The largest relative error of the output and of all gradients."""
-  *_, dtype, config = which
-  names = ("experts", "tokens", "top_k", "width", "inner", "layout", "biases", "load", "masked")
-  problem = make_problem(
-    make_mesh(which.ranks),
-    seed=number,
-    dtype=jnp.dtype(dtype),
-    **{name: getattr(which, name) for name in names},
-  )
+  arguments = which._asdict()
+  mesh, config = make_mesh(arguments.pop("ranks")), arguments.pop("config")
+  problem = make_problem(mesh, seed=number, **arguments)
   y, _, grads = value_and_grads(layer(problem, config), problem)
   return relative_error((y, grads), dense(problem))
 
