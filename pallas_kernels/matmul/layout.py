@@ -158,12 +158,17 @@ class MatmulTuning:
   @property
   def ring_bytes(self) -> int:
     """Of the stages; as many for any number of weights."""
-    return 2 * sum(self._largest) * DEPTH * self.stages
+    return stage_bytes(*self._largest) * self.stages
 
   @property
   def store_bytes(self) -> int:
     """Of the pieces to be stored."""
     return 2 * MULTIPLYING * self.buffers * 64 * 64
+
+
+def stage_bytes(rows: int, cols: int) -> int:
+  """What a tile's operands take in a stage, in bfloat16."""
+  return 2 * DEPTH * (rows + cols)
 
 
 # Of even tiles. Each warpgroup has a tile of its own: the sums of the largest fill its registers.

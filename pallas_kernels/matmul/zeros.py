@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import layout
-from pallas_kernels.matmul.layout import DEPTH, UNIT, MatmulTuning, Tile
+from pallas_kernels.matmul.layout import UNIT, MatmulTuning, Tile
 from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import when
 
@@ -33,8 +33,8 @@ def with_room(tile: Tile, tuning: MatmulTuning) -> MatmulTuning:
   after all products. With one stage less they are as fast or faster.
   """
   left = layout.SHARED_BYTES - tuning.store_bytes - UNIT * _WIDE
-  stages = left // (2 * DEPTH * (tile.rows + tile.cols))
-  return dataclasses.replace(tuning, stages=max(min(tuning.stages, stages), 1))
+  most = max(left // layout.stage_bytes(tile.rows, tile.cols), 1)
+  return dataclasses.replace(tuning, stages=min(tuning.stages, most))
 
 
 def memory(dtype: jnp.dtype) -> Any:
