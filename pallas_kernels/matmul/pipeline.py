@@ -75,37 +75,42 @@ class Ring:
     owner: Array,
     first: Array,
     count: Array | int,
-    wgmma: Callable[[Array], None],
+    wgmma: Callable[[Array | int, Array, Any], Any],
     *,
-    prepare: Callable[[Array | int, Array], None] = lambda k, stage: None,
+    sums: Any = None,
     meanwhile: Sequence[Callable[[], None]] = (),
-  ) -> None:
+  ) -> Any:
     """Multiplies ``count`` stages, giving each back once the next one's product is under way.
 
     Args:
       owner: of the tile.
       first: the steps before this tile.
       count: at least as many as there is to do meanwhile.
-      wgmma: starts to multiply a stage.
-      prepare: changes the k-th of the stages, before.
+      wgmma: starts to multiply a stage: given which of them it is, the stage, and the sums so far.
+        It returns those after, or nothing where it adds to an accumulator.
+      sums: before the first stage, if they are in no accumulator.
       meanwhile: what to do while the first stages are multiplied, one by one.
+
+    Returns:
+      The sums after the last stage, if they are in no accumulator.
     """
     first = opaque(first)
 
-    def step(k: Array | int, other: Callable[[], None] = lambda: None) -> None:
+    def step(k: Array | int, sums: Any, other: Callable[[], None] = lambda: None) -> Any:
       stage = self.stage(first + k)
       plgpu.barrier_wait(self._full(owner, stage))
-      prepare(k, stage)
-      wgmma(stage)
+      sums = wgmma(k, stage, sums)
       other()
       plgpu.wgmma_wait(1)
       when(jnp.int32(k) > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + k - 1)]))
+      return sums
 
     for k, other in enumerate(meanwhile):
-      step(k, other)
-    lax.fori_loop(len(meanwhile), count, lambda k, _: step(k), None)
+      sums = step(k, sums, other)
+    sums = lax.fori_loop(len(meanwhile), count, step, sums)
     plgpu.wgmma_wait(0)
     when(count > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.stage(first + count - 1)]))
+    return sums
 
   def skip(self, owner: Array, first: Array, count: Array | int) -> None:
     """Gives ``count`` stages back unused."""

@@ -128,7 +128,8 @@ def body(
     bias_N = None if bias is None or deferred else load_bias(slot, col)
 
     def run(acc: Any) -> Array:
-      def wgmma(size: int, stage: Array) -> None:
+      def wgmma(size: int, k: Array | int, stage: Array, sums: None) -> None:
+        del k, sums
         lhs_rows = lhs.at[stage, pl.ds(strip * tile.strip, size)]
         for i, target in enumerate(rhs):
           weight = target.at[stage]
@@ -179,7 +180,8 @@ def body(
     bias_N = None if bias is None else load_bias(slot, col)
 
     def run(acc: Any) -> Array:
-      def wgmma(size: int, stage: Array) -> None:
+      def wgmma(size: int, k: Array | int, stage: Array, sums: None) -> None:
+        del k, sums
         rows = lhs.at[stage, pl.ds(0, size)].transpose((1, 0))
         for i, target in enumerate(rhs):
           weight = target.at[stage]

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.matmul import layout, pipeline, zeros
+from pallas_kernels.matmul import layout, pipeline, some_rows, zeros
 from pallas_kernels.matmul.deal import Claims, InTurn
 from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.pipeline import Ring, Work
@@ -36,6 +36,7 @@ from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import for_size, when
 
 _ALIGNED = 8  # rows: TMA fills tiles of so many
+_CLEARED = 32  # rows made zero at a time: four tiles, one for each warp
 # A float32 tile takes a while to store: one warpgroup does while the other multiplies.
 IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
 # Rows and columns stored at a time, as wide as the widest swizzle.
@@ -140,7 +141,7 @@ def wgrad_beside(
         zeros.memory(dtype),
       ]
     ],
-    loads=2 * tile.strips + 1,
+    loads=tile.strips + 1,
     tile=tile,
     tuning=tuning,
     kernel_name="grouped_matmul_wgrad",
@@ -160,9 +161,9 @@ def inner_steps(
   have rows of others, which must add nothing.
 
   Returns:
-    ``[7, P]`` int32, the largest group first: slot, first row of the first stage, rows in it before
-    the group, rows up to the group's end, and in the last lines the number of slots with rows, of
-    slots to write, and the rows of all groups.
+    ``[7, P]`` int32, the largest group first: slot, first row of the first stage, rows from there
+    to the group, to its end, and to the end of all groups; and in the last lines the number of
+    slots with rows, and of slots to write.
   """
   slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
   some_P = jnp.ones(group_size_P.shape, bool)
@@ -172,17 +173,19 @@ def inner_steps(
   size_P1, slot_P1 = size_P[:, None], slot_P[:, None]
   earlier_PP = slot_P[None, :] < slot_P1
   larger_PP = (size_P[None, :] > size_P1) | ((size_P[None, :] == size_P1) & earlier_PP)
-  start_P, rank_P = sum_lines(
-    jnp.where(earlier_PP, group_size_P[None, :], 0), larger_PP.astype(jnp.int32)
+  start_P, rank_P, used_P = sum_lines(
+    jnp.where(earlier_PP, group_size_P[None, :], 0),
+    larger_PP.astype(jnp.int32),
+    jnp.broadcast_to(group_size_P[None, :], larger_PP.shape),
   )
   before_P = lax.rem(start_P, jnp.int32(_ALIGNED))
   ranked_PP = rank_P[None, :] == slot_P1
-  lines = slot_P, start_P - before_P, before_P, before_P + group_size_P
+  first_P = start_P - before_P
+  lines = slot_P, first_P, before_P, before_P + group_size_P, used_P - first_P
   return sum_lines(
     *(jnp.where(ranked_PP, line_P[None, :], 0) for line_P in lines),
     jnp.broadcast_to((size_P > 0)[None, :].astype(jnp.int32), ranked_PP.shape),
     jnp.broadcast_to(filled_P[None, :].astype(jnp.int32), ranked_PP.shape),
-    jnp.broadcast_to(group_size_P[None, :], ranked_PP.shape),
   )
 
 
@@ -204,12 +207,11 @@ def _body(
   height, width = outs[0].shape[1:]
   num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
   slot_tiles = num_rows * num_cols
-  strip, me, used = pipeline.strip_index(tile), pipeline.warpgroup(), table[6, 0]
+  strip, me = pipeline.strip_index(tile), pipeline.warpgroup()
   ring = Ring(full, free, tuning.stages)
-  # Rows that a warpgroup's threads clear at a time: four tiles of the layout, or a multiple.
-  slab = next(n for n in (16, 32) if n // 8 * (tile.strip // UNIT) % 4 == 0)
   # Rows that a group's last stage may have; blocks of a cluster share the rows evenly.
-  ends = tuple(range(slab, DEPTH + 1, slab)) if tuning.cluster == 1 else (DEPTH,)
+  fewest = some_rows.ROWS if tuning.cluster == 1 else DEPTH
+  ends = tuple(range(fewest, DEPTH + 1, fewest))
 
   def describe(t: Array, rank: Array) -> Work:
     index, in_slot = (f(t, jnp.int32(slot_tiles)) for f in (lax.div, lax.rem))
@@ -218,15 +220,15 @@ def _body(
     # The last tile, or strip, may begin inside the one before: both compute the same bits.
     first_col = (col * tuning.cluster + rank) * tile.cols
     col = lax.min(first_col, jnp.int32(width - tile.cols))
-    slot, first_row, begin, end = (table[line, index] for line in range(4))
+    slot, first_row, begin, end, grouped = (table[line, index] for line in range(5))
     steps = lax.div(end + DEPTH - 1, jnp.int32(DEPTH))
     overlap = (first_col - col,) if adds else ()
-    return Work(steps, (slot, first_row, begin, end, row * tile.rows, col, *overlap))
+    return Work(steps, (slot, first_row, begin, end, grouped, row * tile.rows, col, *overlap))
 
   # Blocks that run beside a transfer are numbered from its own on.
   cluster = lax.rem(dealt.cluster, jnp.int32(tuning.clusters))
   block = cluster * tuning.cluster + pipeline.cluster_rank()
-  with_rows, written = table[4, 0], table[5, 0]
+  with_rows, written = table[5, 0], table[6, 0]
   empty = Zeros(
     *(piece, outs, lambda i: table[0, with_rows + i], written - with_rows),
     *(block, tuning.clusters * tuning.cluster),
@@ -238,79 +240,55 @@ def _body(
     return lax.min(out_row + strip * tile.strip, jnp.int32(height - tile.strip))
 
   def load(work: Work, before: Array, owner: Array) -> None:
-    _, first_row, _, end, out_row, out_col, *_ = work.rest
+    _, first_row, _, end, _, out_row, out_col, *_ = work.rest
 
-    def step(k: Array, filled: int) -> None:
-      """Loads a stage; rows from ``filled`` on become zero on the left side."""
+    def step(k: Array, count: int) -> None:
+      """Loads so many rows into a stage."""
       stage, loaded = ring.acquire(before + k, owner)
-      first = first_row + k * DEPTH
-
-      def depth(start: Array, count: int) -> Any:
-        return pl.ds(pl.multiple_of(start, _ALIGNED), count)
-
-      # In two parts, also where one would do: the barrier expects equally many copies every time.
-      # The last stage takes its second part from behind the last row, where TMA writes zeros. The
-      # maximum is always that row; Pallas does not lower it as a constant.
-      cut = DEPTH // 2 if filled == DEPTH else filled
-      rest = first + cut if filled == DEPTH else lax.max(first, jnp.int32(rows.shape[0]))
-      for start, row, count in ((first, 0, cut), (rest, cut, DEPTH - cut)):
-        for strip in range(tile.strips):
-          source = rows.at[depth(start, count), pl.ds(strip_row(out_row, strip), tile.strip)]
-          target = lhs.at[stage, strip, pl.ds(row, count)]
-          pipeline.load_common_rows(source, target, loaded, tuning)
-      source = grad.at[depth(first, DEPTH), pl.ds(out_col, tile.cols)]
-      plgpu.copy_gmem_to_smem(source, rhs.at[stage], loaded)
+      depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, _ALIGNED), count)
+      for strip in range(tile.strips):
+        source = rows.at[depth, pl.ds(strip_row(out_row, strip), tile.strip)]
+        target = lhs.at[stage, strip, pl.ds(0, count)]
+        pipeline.load_common_rows(source, target, loaded, tuning)
+      source = grad.at[depth, pl.ds(out_col, tile.cols)]
+      plgpu.copy_gmem_to_smem(source, rhs.at[stage, pl.ds(0, count)], loaded)
       when(before + k < num_empty)(lambda: empty.write(before + k))
 
     last = work.steps - 1
     lax.fori_loop(0, last, lambda k, _: step(k, DEPTH), None)
     for_size(end - last * DEPTH, ends, functools.partial(step, last))
 
-  def keep(part: Any, begin: Array | int, end: Array) -> None:
-    """Makes all rows but these zero, 16 bytes of a thread at a time."""
-    wide = plgpu.Layout.SMEM_GMEM_COPY(part.shape, part.dtype, 128)
-    row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=wide)
-    values = plgpu.load(part, layout=wide, optimized=False)
-    part[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros((), part.dtype))
-
-  def clear(stage: Array, begin: Array, end: Array) -> None:
-    """Makes rows of other groups zero in this warpgroup's strip, and so their products."""
-    for row in range(0, DEPTH, slab):
-      behind = end < row + slab
-      if len(ends) > 1:  # slabs that begin behind the group are zero already
-        behind &= end > row
-      when((begin > row) | behind)(
-        lambda row=row: keep(lhs.at[stage, strip, pl.ds(row, slab)], begin - row, end - row)
-      )
-    plgpu.commit_smem()
-
   def clear_grad(stage: Array, end: Array) -> None:
-    """The same for rows behind all groups, which may hold NaN; the warpgroups share the columns."""
-    for i, c in enumerate(range(0, tile.cols, UNIT)):
-      when(lax.rem(jnp.int32(i), jnp.int32(tile.strips)) == strip)(
-        lambda c=c: keep(rhs.at[stage, :, pl.ds(c, UNIT)], 0, end)
-      )
+    """Makes rows behind all groups zero, which may hold NaN; the warpgroups share the columns."""
+
+    def clear(part: Any, end: Array) -> None:
+      wide = plgpu.Layout.SMEM_GMEM_COPY(part.shape, part.dtype, 128)  # 16 bytes a thread
+      row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=wide)
+      values = plgpu.load(part, layout=wide, optimized=False)
+      part[...] = jnp.where(row < end, values, jnp.zeros((), part.dtype))
+
+    # Few at a time, as the sums leave few registers.
+    for row, col in itertools.product(range(0, DEPTH, _CLEARED), range(0, tile.cols, UNIT)):
+      mine = lax.rem(jnp.int32(col // UNIT), jnp.int32(tile.strips)) == strip
+      part = rhs.at[stage, pl.ds(row, _CLEARED), pl.ds(col, UNIT)]
+      when(mine & (end < row + _CLEARED))(functools.partial(clear, part, end - row))
     plgpu.commit_smem()
     if tile.strips > 1:
       plgpu.barrier_arrive(both)
       plgpu.barrier_wait(both)
 
   def compute(work: Work, before: Array, owner: Array, _: Any) -> None:
-    slot, first_row, begin, end, out_row, out_col, *overlap = work.rest
+    slot, _, begin, end, grouped, out_row, out_col, *overlap = work.rest
     strip_start = strip_row(out_row, strip)
 
-    def prepare(k: Array | int, stage: Array) -> None:
-      first, last = begin - k * DEPTH, end - k * DEPTH
-      when((first > 0) | (last < DEPTH))(lambda: clear(stage, first, last))
-      of_groups = used - first_row - k * DEPTH
-      when(of_groups < DEPTH)(lambda: clear_grad(stage, of_groups))
-
     def multiply(acc: Any) -> Array:
-      def wgmma(stage: Array) -> None:
-        plgpu.wgmma(acc, lhs.at[stage, strip].transpose((1, 0)), rhs.at[stage])
+      def wgmma(k: Array | int, stage: Array, sums: Array) -> Array:
+        first, behind, of_groups = (x - k * DEPTH for x in (begin, end, grouped))
+        when(of_groups < DEPTH)(lambda: clear_grad(stage, of_groups))
+        return some_rows.add_product(sums, lhs.at[stage, strip], rhs.at[stage], first, behind)
 
-      ring.multiply(owner, before, work.steps, wgmma, prepare=prepare)
-      return acc[...]
+      zero = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+      return ring.multiply(owner, before, work.steps, wgmma, sums=zero)
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import mosaic_sums
 import numpy as np
 from jax._src import callback, config, dispatch, source_info_util, util
 from jax._src.pallas import core as pallas_core
@@ -34,6 +35,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (
   jaxpr_interpret,
   shared_memory,
 )
+from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _SIGNALS = (pallas.semaphore_signal_p, gpu_primitives.semaphore_signal_p)
@@ -81,7 +83,7 @@ def install() -> None:
   _patch_devices()
   _patch_remote_references()
   _patch_semaphores()
-  _patch_sums()
+  mosaic_sums.install()
 
 
 # --- callbacks -------------------------------------------------------------------------------
@@ -231,54 +233,6 @@ def _on_device(key: Any, device_id: Any) -> jax.Array:
   return jnp.asarray(key).at[_DEVICE].set(logical)
 
 
-# --- sums in memory --------------------------------------------------------------------------
-
-
-def _patch_sums() -> None:
-  """``copy_smem_to_gmem`` with ``reduction_op="add"``."""
-  copy, task = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
-  one_at_a_time = threading.Lock()
-
-  class Add(task):
-    def __call__(self, tma_thread_id: int) -> None:
-      shared = gpu_callbacks._get_shared_memory()
-      self.pre_read(tma_thread_id, shared)
-
-      def read(key: Any, access: Any) -> Any:
-        return shared.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[
-          0
-        ]
-
-      value = read(self.src_allocation_key, self.src_access)
-      self.post_read(tma_thread_id, shared)
-      with one_at_a_time:  # as the device's memory adds
-        total = read(self.dst_allocation_key, self.dst_access) + value
-        shared.store_buffer_content(
-          self.dst_allocation_key,
-          self.dst_access,
-          total,
-          self.thread,
-          logging_info=self.logging_info,
-        )
-      self.post_write(tma_thread_id, shared)
-
-  def make(**arguments: Any) -> Any:
-    return (Add if getattr(_here, "adds", False) else task)(**arguments)
-
-  def copy_or_add(*, reduction_op: Any, predicate: Any, **arguments: Any) -> Any:
-    assert reduction_op in (None, "add"), reduction_op
-    if predicate is not None and not predicate:
-      return arguments["token"]
-    _here.adds = reduction_op is not None
-    try:
-      return copy(reduction_op=None, predicate=None, **arguments)
-    finally:
-      _here.adds = False
-
-  gpu_callbacks.AsyncCopySmemToGmemTask = make
-  gpu_callbacks.copy_smem_to_gmem = copy_or_add
-
-
 # --- semaphores ------------------------------------------------------------------------------
 
 
@@ -350,26 +304,36 @@ class _Here(NamedTuple):
 
 
 def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
-  """Code that brings the same function of whole arrays; a reference is read whole.
+  """Code that brings the same function of arrays, which references are read as.
 
   Code that has an ``effect`` updates a reference instead, or is a barrier and may return, too.
   """
-  args = values()[: eqn.params["pytree_args"].num_leaves]
+  args, leaves = util.split_list(values(), [eqn.params["pytree_args"].num_leaves])
+  parts = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
   function = eqn.params["mgpu_fn"]
   twin, effect = getattr(function, "twin", None), getattr(function, "effect", None)
   for place, var in enumerate(eqn.invars[: len(args)]):
     if hasattr(var.aval, "inner_aval"):
-      args[place], transforms = jaxpr_interpret.resolve_ref(var.aval, args[place], ())
+      part = parts[place]
+      args[place], transforms = jaxpr_interpret.resolve_ref(var.aval, args[place], part)
+      read = var.aval.inner_aval
+      if part:
+        view = state_types.TransformedRef(var.aval, part)
+        read = read.update(shape=view.shape, dtype=view.dtype)
       if effect is None:
         token, args[place] = gpu_callbacks.call_get(
           token=token,
-          result_shape_and_dtype=var.aval.inner_aval,
+          result_shape_and_dtype=read,
           mesh_location=self.mesh_location,
           thread=self.thread,
           allocation_key_as_array=args[place],
           transforms=transforms,
           source_info=eqn.source_info,
         )
+  if getattr(function, "reads_as_wgmma", False):  # no fence before TMA writes over it
+    fence = functools.partial(gpu_callbacks.commit_smem, mesh_location=None)
+    shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    token = callback.io_callback(fence, shape, token=token, thread=self.thread)
   if effect is not None:
     groups = self.num_threads_per_block, math.prod(self.cluster_dims)
     execute = functools.partial(_execute, effect, groups)

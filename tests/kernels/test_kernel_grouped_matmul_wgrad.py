@@ -82,16 +82,16 @@ def test_inner_steps_begin_where_tma_can_and_hold_their_group(sizes):
   end = np.cumsum(sizes)
   assert sorted(table[0]) == list(range(SLOTS))
   assert list(sizes[table[0]]) == sorted(sizes, reverse=True)
-  for slot, first, begin, end_in_steps, with_rows, count, used in table.T:
-    assert first % 8 == 0 and begin < 8 and (count, used) == (SLOTS, sum(sizes))
-    assert with_rows == np.sum(sizes > 0)
+  for slot, first, begin, end_in_steps, grouped, with_rows, count in table.T:
+    assert first % 8 == 0 and begin < 8 and first + grouped == sum(sizes)
+    assert (with_rows, count) == (np.sum(sizes > 0), SLOTS)
     assert (first + begin, first + end_in_steps) == (end[slot] - sizes[slot], end[slot])
 
 
 def test_slots_that_are_not_filled_come_last():
   filled = jnp.array([False, True])
   table = np.asarray(inner_steps(jnp.array([0, 3, 0, 5, 0, 0]), SLOTS - 2, filled))
-  assert table[0].tolist() == [3, 1, 0, 2, 5, 4] and (set(table[4]), set(table[5])) == ({2}, {5})
+  assert table[0].tolist() == [3, 1, 0, 2, 5, 4] and (set(table[5]), set(table[6])) == ({2}, {5})
 
 
 def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None, dtype=jnp.float32):
