@@ -36,11 +36,12 @@ _TILE_ROWS = 8
 def add_product(sum_MN: Array, lhs_KM: Any, rhs_KN: Any, begin: Array, end: Array) -> Array:
   """``sum + lhs[begin:end].T @ rhs[begin:end]``, started: ``plgpu.wgmma_wait`` waits for it.
 
-  A whole stage is one group of products to wait for; others are several. What begins inside its
-  first 16 rows is waited for here, as what ends inside others needs the same registers.
+  Groups of products are waited for as usual, but a stage may be several. Where the first part is
+  masked, this waits for it: a masked last part has the same registers. Once a product is done, all
+  its operands are read, masked ones too.
 
   Args:
-    sum_MN: ``[M, N]`` float32, in registers as ``wgmma`` has it.
+    sum_MN: ``[M, N]`` float32, the last call's or ``wgmma_accumulator_load(..., wait_n=None)``'s.
     lhs_KM: a reference to ``[64, M]`` bfloat16 in shared memory, tiled and swizzled.
     rhs_KN: likewise ``[64, N]``. Its rows up to ``begin``, and from ``end`` on up to a multiple of
       16, are multiplied by zero: they must be finite.
@@ -123,7 +124,7 @@ def _add_masked(
     return wgmma_fence(_in_registers(cols, part, begin, end))
 
   result = _add(acc, (strip, None), rhs, part, a_transpose=None)
-  # Products read registers until they are done, and the part in which the group ends needs them.
+  # A product reads its registers until it is done.
   with mgpu.when(arith.cmpi(arith.CmpIPredicate.sgt, begin, _int(0))):
     _wgmma("wait_group", " 0")
   return result
@@ -225,7 +226,7 @@ def _moved(descriptor: ir.Value, count: ir.Value, stride: int) -> ir.Value:
 
 
 def _wgmma(what: str, argument: str = "") -> None:
-  """Commits or waits for groups: in the block that multiplies, or they are other groups."""
+  """Commits or waits for groups. Beyond the block that multiplies, ptxas begins groups itself."""
   void = ir.Type.parse("!llvm.void")
   code = f"wgmma.{what}.sync.aligned{argument};"
   llvm.inline_asm(void, [], code, "", has_side_effects=True)

@@ -287,7 +287,7 @@ def _body(
         when(of_groups < DEPTH)(lambda: clear_grad(stage, of_groups))
         return some_rows.add_product(sums, lhs.at[stage, strip], rhs.at[stage], first, behind)
 
-      zero = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+      zero = plgpu.wgmma_accumulator_load(acc, wait_n=None)  # as products need their sums
       return ring.multiply(owner, before, work.steps, wgmma, sums=zero)
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))

@@ -26,7 +26,7 @@ import numpy as np
 from jax._src import callback, config, dispatch, source_info_util, util
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas import primitives as pallas
-from jax._src.pallas.mosaic.interpret import thread_map, utils
+from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map, utils
 from jax._src.pallas.mosaic_gpu import core as gpu
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import (
@@ -321,25 +321,36 @@ def _call_twin(self: Any, eqn: Any, token: Any, values: Any) -> Any:
         view = state_types.TransformedRef(var.aval, part)
         read = read.update(shape=view.shape, dtype=view.dtype)
       if effect is None:
-        token, args[place] = gpu_callbacks.call_get(
-          token=token,
-          result_shape_and_dtype=read,
-          mesh_location=self.mesh_location,
-          thread=self.thread,
-          allocation_key_as_array=args[place],
-          transforms=transforms,
-          source_info=eqn.source_info,
-        )
-  if getattr(function, "reads_as_wgmma", False):  # no fence before TMA writes over it
-    fence = functools.partial(gpu_callbacks.commit_smem, mesh_location=None)
-    shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
-    token = callback.io_callback(fence, shape, token=token, thread=self.thread)
+        get = _get_as_wgmma if getattr(function, "reads_as_wgmma", False) else gpu_callbacks._get
+        get = functools.partial(get, source_info=eqn.source_info)
+        results = gpu_callbacks.TOKEN_SHAPE_DTYPE, read
+        here = token, None, self.thread  # anywhere in the mesh, which is for logs alone
+        token, args[place] = callback.io_callback(get, results, *here, args[place], transforms)
   if effect is not None:
     groups = self.num_threads_per_block, math.prod(self.cluster_dims)
     execute = functools.partial(_execute, effect, groups)
     here = _Here(token, self.thread, self.mesh_location)
     token = callback.io_callback(execute, gpu_callbacks.TOKEN_SHAPE_DTYPE, here, *args)
   return token, jax.tree.leaves(twin(*args)) if twin is not None else []
+
+
+@gpu_callbacks.fail_on_exception
+def _get_as_wgmma(
+  token: Any, place: Any, thread: Any, key: Any, transforms: Any, source_info: Any
+) -> Any:
+  """Sees what TMA wrote and what was committed, and needs no fence before TMA writes."""
+  shared, races = gpu_callbacks._get_shared_memory(), gpu_callbacks.get_races()
+  if shared.detect_races:
+    seen, key_of = shared.get_clock(thread).async_smem_clock, gpu_callbacks.HostAllocationKey
+    transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+    memory, line = key_of.from_array(key), source_info_util.summarize(source_info)
+    read = shared.access(memory, transforms).range
+    with races.lock:
+      races.reads[memory].append((thread, seen, read, line))
+      for writer, clock, written, at in races.writes[memory]:
+        if (clock.clock > seen.clock).any() and race_detection_state._ranges_overlap(read, written):
+          raise RuntimeError(f"RACE DETECTED: {line} reads what {writer} wrote in {at}")
+  return gpu_callbacks._get(token, place, None, key, transforms, source_info=source_info)
 
 
 @gpu_callbacks.fail_on_exception

@@ -1,10 +1,14 @@
 """Products of some rows of a stage: interpreted, and the same on a GPU."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_rows import exact, lower, shape
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_interpret import interpreted
 
@@ -15,15 +19,23 @@ from pallas_kernels.matmul.some_rows import ROWS, add_product
 HEIGHT, WIDTH = 128, 192
 
 
-@jax.jit
-def products(lhs_KM, rhs_KN, bounds_2B):
-  """Of all pairs of bounds, each added to the sums of those before."""
+@functools.partial(jax.jit, static_argnames="clears")
+def products(lhs_KM, rhs_KN, bounds_2B, clears=None):
+  """Of all pairs of bounds, each added to the sums of those before.
+
+  Args:
+    clears: writes the right operand before, None or whether that is committed.
+  """
   count = bounds_2B.shape[1]
 
   def body(lhs_gmem, rhs_gmem, bounds, out, lhs, rhs, loaded):
     for source, target in ((lhs_gmem, lhs), (rhs_gmem, rhs)):
       plgpu.copy_gmem_to_smem(source, target, loaded)
     plgpu.barrier_wait(loaded)
+    if clears is not None:
+      rhs[...] = jnp.zeros(rhs.shape, rhs.dtype)
+    if clears:
+      plgpu.commit_smem()
 
     def add(i, sums):
       sums = add_product(sums, lhs, rhs, bounds[0, i], bounds[1, i])
@@ -31,8 +43,11 @@ def products(lhs_KM, rhs_KN, bounds_2B):
       out[i] = sums
       return sums
 
-    zero = plgpu.layout_cast(jnp.zeros((HEIGHT, WIDTH), jnp.float32), plgpu.Layout.WGMMA)
-    jax.lax.fori_loop(0, count, add, zero)
+    def add_all(acc):
+      zero = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+      jax.lax.fori_loop(0, count, add, zero)
+
+    pl.run_scoped(add_all, plgpu.WGMMAAccumulatorRef((HEIGHT, WIDTH)))
 
   return plgpu.kernel(
     body,
@@ -46,7 +61,7 @@ def products(lhs_KM, rhs_KN, bounds_2B):
 
 
 def check():
-  """All first rows that a group's first stage may have, and many last ones."""
+  """All first rows that ``add_product`` takes, and many last ones."""
   rng = np.random.default_rng(0)
   pairs = [(b, e) for b in (-64, 0, *range(1, ROWS)) for e in (1, 15, 16, 17, 40, 48, 63, 64, 99)]
   bounds = np.array([(b, e) for b, e in pairs if b < e], np.int32).T
@@ -83,3 +98,12 @@ def test_rows_that_are_read(end, reaches):
     got = products(ones[0], ones[1].at[40:].set(jnp.nan), jnp.array([[3], [end]], jnp.int32))
   assert bool(jnp.isnan(got).all()) == reaches
   assert reaches or (np.asarray(got) == end - 3).all()
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_what_is_written_must_be_committed_before(commits):
+  ones = jnp.ones((DEPTH, HEIGHT), jnp.bfloat16), jnp.ones((DEPTH, WIDTH), jnp.bfloat16)
+  expected = contextlib.nullcontext() if commits else pytest.raises(Exception, match="RACE")
+  with expected, interpreted():
+    got = products(*ones, jnp.array([[0], [64]], jnp.int32), clears=commits)
+    assert (np.asarray(got) == 0).all()
