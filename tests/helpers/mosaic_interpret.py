@@ -143,7 +143,11 @@ def _patch_threads() -> None:
       if not program:
         traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
         program.append(traced.lower().compile())
-    program[0](consts, *args)
+    try:
+      program[0](consts, *args)
+    except Exception as fault:  # those that wait for this warpgroup learn of XLA's faults, too
+      gpu_callbacks._get_shared_memory().set_failed(fault)
+      raise
 
   thread_map._run_jaxpr = run
 

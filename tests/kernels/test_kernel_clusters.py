@@ -144,3 +144,27 @@ def test_lowers_for_gpus():
 
   traced = jax.jit(kernel(body, 1, peers=2, groups=2)).trace(jnp.zeros(THREADS, jnp.int32))
   traced.lower(lowering_platforms=("cuda",))
+
+
+def test_a_fault_of_a_warpgroup_ends_the_wait_of_others():
+  def fail(group):
+    raise ValueError(f"a fault of {group}")
+
+  def body(out_ref, ready):
+    group = jax.lax.axis_index("group")
+    when(group == 0)(lambda: plgpu.barrier_wait(ready))
+
+    @when(group == 1)
+    def _():
+      out_ref[...] = jax.pure_callback(fail, jax.ShapeDtypeStruct((THREADS,), jnp.int32), group)
+      plgpu.barrier_arrive(ready)
+
+  call = plgpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((THREADS,), jnp.int32),
+    num_threads=2,
+    thread_name="group",
+    scratch_types=[plgpu.Barrier()],
+  )
+  with pytest.raises(jax.errors.JaxRuntimeError), interpreted():
+    call()
