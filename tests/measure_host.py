@@ -1,4 +1,4 @@
-"""Measures what the results page says of four or more GPUs of one host, all from one commit.
+"""Measures what the results page says of several GPUs of one host, all from one commit.
 
 In the time that there is, step by step, while the host's CPUs compile what later steps run::
 
@@ -12,11 +12,13 @@ names some of them. What another machine has compiled, without GPUs, need only b
 Steps that are compiled where they run come first. Prefill and training come last, when nothing
 compiles any more. A step waits for its programs, but not for ever: then those of layers are
 compiled in it, and groups of the matrix that are not there are left out. One that takes too long is
-stopped, and the next begins. All of them take 25 to 40 minutes.
+stopped, and the next begins. Those of four GPUs take 25 to 40 minutes. Two have steps of their own,
+which have not run yet.
 """
 
 import argparse
 import itertools
+import math
 import pathlib
 import shlex
 import subprocess
@@ -33,13 +35,17 @@ from ultraep_jax.bench.matrix import command as matrix
 _ELSEWHERE = pathlib.Path(__file__).with_name("compiled_elsewhere.py")
 _BESIDE = pathlib.Path(__file__).with_name("matrix_beside.py")
 _WITH_JSON = ("layer", "matrix", "prefill", "train")
-_LEAST_RANKS = 4  # a busiest rank of three times the mean needs them
 _NICE = 19  # of who compiles
 _PATIENCE = 240  # seconds that a step waits for its programs
 _POLL = 0.2  # seconds
 _DONE = "done"
 _RATIOS = "--ratios 1 1.3 2 3"
 _QUICK = "--repeats 5 --no-statistics"
+_OF_TWO = (
+  "matrix --all --loads independent zipf --tokens 8192 --repeats 7 --minutes 5 --shapes "
+  "qwen3-next gpt-oss-120b minimax-m2 qwen3-235b qwen3-30b olmoe mixtral-8x7b"
+)
+_TWO, _TWO_OR_MORE = (2, 2), (2, math.inf)
 _PREFILL = "prefill --calibrate 24 --buckets 4096 8192 --shares 0.8 --seconds 4 --tries 5"
 
 
@@ -50,18 +56,25 @@ class Step(NamedTuple):
     bench: its name and arguments.
     seconds: after which it is stopped.
     made: whether its programs can be compiled before, without the GPUs.
+    ranks: how many GPUs it is for, at least and at most.
   """
 
   bench: str
   seconds: int
   made: bool = False
+  ranks: tuple[int, float] = (4, math.inf)  # a busiest rank of three times the mean needs four
 
 
 STEPS = {
   "replicate": Step("replicate --plans 4", 120),
-  "exchange": Step("exchange time", 60),
-  "exchange_fp8": Step("exchange time --dispatch-dtype float8_e4m3fn", 60),
-  "moves": Step("stress --parts replicate reduce_replicas dispatch combine --repetitions 150", 90),
+  "costs": Step("costs --seconds 60", 180, ranks=_TWO),
+  "exchange": Step("exchange time", 60, ranks=_TWO_OR_MORE),
+  "exchange_fp8": Step("exchange time --dispatch-dtype float8_e4m3fn", 60, ranks=_TWO_OR_MORE),
+  "moves": Step(
+    "stress --parts replicate reduce_replicas dispatch combine --repetitions 150",
+    90,
+    ranks=_TWO_OR_MORE,
+  ),
   "peers": Step(
     "layer --shapes qwen3-235b --ratios 1.3 3 --variants quota tuned plain --passes forward "
     "--calls 2 --repeats 3 --no-statistics",
@@ -73,6 +86,8 @@ STEPS = {
   "train": Step(
     f"layer {_RATIOS} --variants none quota quota-time ideal --passes train {_QUICK}", 180, True
   ),
+  "two_forward": Step(f"{_OF_TWO} --ratios 1 1.6 --passes forward", 240, True, _TWO),
+  "two_train": Step(f"{_OF_TWO} --ratios 1.6 --passes train", 300, True, _TWO),
   "models": Step(
     "matrix --all --ratios 1.3 2 --loads zipf --tokens 8192 --shapes gpt-oss-120b kimi-k2 "
     "--minutes 2",
@@ -85,9 +100,9 @@ STEPS = {
     90,
     True,
   ),
-  "stress_layer": Step("stress --parts layer --repetitions 1", 180, True),
-  "stress_scan": Step("stress --parts scan --repetitions 1", 60, True),
-  "stress_train": Step("stress --parts train --repetitions 1", 90, True),
+  "stress_layer": Step("stress --parts layer --repetitions 1", 180, True, _TWO_OR_MORE),
+  "stress_scan": Step("stress --parts scan --repetitions 1", 60, True, _TWO_OR_MORE),
+  "stress_train": Step("stress --parts train --repetitions 1", 90, True, _TWO_OR_MORE),
   "pairwise": Step("matrix --minutes 7", 540, True),
   "prefill_3.8": Step(f"{_PREFILL} --skew 3.8", 240),
   "prefill_3": Step(f"{_PREFILL} --skew 3", 240),
@@ -101,13 +116,17 @@ def main() -> int:
   parser.add_argument("results", type=pathlib.Path, help="folder of what was measured")
   parser.add_argument("--gpu", choices=list(targets.CHIPS), help="by default, that of this host")
   parser.add_argument("--ranks", type=int, required=True)
-  parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
+  parser.add_argument("--steps", nargs="+", choices=list(STEPS), help="default: all for so many")
   parser.add_argument("--workers", type=int, default=0, help="processes that compile")
   parser.add_argument("--minutes", type=float, default=28.0, help="of all steps")
   parser.add_argument("--make", action="store_true", help="compile, and measure nothing")
   args = parser.parse_args()
-  if args.ranks < _LEAST_RANKS:
-    parser.error(f"--ranks: expected at least {_LEAST_RANKS}, got {args.ranks}")
+  if args.ranks < 2:
+    parser.error(f"--ranks: expected at least 2, got {args.ranks}")
+  fit = steps_for(args.ranks)
+  if others := [name for name in args.steps or () if name not in fit]:
+    parser.error(f"--steps: expected some of {' '.join(fit)} on {args.ranks} GPUs, got {others}")
+  args.steps = args.steps or fit
   if args.make:
     if not args.workers:
       parser.error("--make: expected --workers that compile, got none")
@@ -128,6 +147,11 @@ def main() -> int:
     return measure(args, makers, end)
   finally:
     makers.stop()
+
+
+def steps_for(ranks: int) -> list[str]:
+  """Those that so many GPUs can run, and the results page tells of so many."""
+  return [name for name, step in STEPS.items() if step.ranks[0] <= ranks <= step.ranks[1]]
 
 
 def gpu_here() -> str:

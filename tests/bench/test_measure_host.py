@@ -12,6 +12,7 @@ from ultraep_jax import cli
 from ultraep_jax.bench.matrix import cells
 from ultraep_jax.bench.prefill import command as prefill
 from ultraep_jax.bench.train import command as train
+from ultraep_jax.bench.tune import costs
 from ultraep_jax.tools import processes
 
 
@@ -23,7 +24,8 @@ def arguments(tmp_path, *steps, **changes):
 @pytest.mark.parametrize("name", STEPS)
 def test_a_bench_takes_the_arguments_of_a_step_and_of_its_parts(name, monkeypatch):
   monkeypatch.setattr(processes, "run", lambda *_: 0)
-  for command in (prefill, train):
+  monkeypatch.setattr(costs, "devices_for_kernels", lambda: None)
+  for command in (prefill, train, costs):
     monkeypatch.setattr(command, "run", lambda _: 0)
   assert cli.main(["bench", *shlex.split(STEPS[name].bench)]) == 0
   if STEPS[name].made:
@@ -118,6 +120,8 @@ def test_programs_are_compiled_for_the_gpus_of_the_host(tmp_path, monkeypatch, c
   for wrong, said in (
     (["--gpu", "h100"], "expected that of this host, h200, got h100"),
     (["--make", "--workers", "1"], "--make: expected --gpu"),
+    (["--steps", "two_train"], "on 4 GPUs, got ['two_train']"),
+    (["--ranks", "1"], "--ranks: expected at least 2, got 1"),
   ):
     monkeypatch.setattr("sys.argv", [*usual, *wrong])
     with pytest.raises(SystemExit):
@@ -128,3 +132,11 @@ def test_programs_are_compiled_for_the_gpus_of_the_host(tmp_path, monkeypatch, c
 def test_a_host_without_gpus_is_told_of():
   with pytest.raises(SystemExit, match="expected GPUs with a description, got"):
     measure_host.gpu_here()
+
+
+def test_two_gpus_have_steps_of_their_own():
+  two, four = map(measure_host.steps_for, (2, 4))
+  assert two == [name for name in STEPS if name in two] and "two_train" in two
+  assert {"train", "pairwise", "models"} <= set(four) - set(two)
+  assert {"exchange", "moves", "stress_layer"} <= set(two) & set(four)
+  assert set(two) | set(four) == set(STEPS)
