@@ -23,7 +23,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.matmul import layout
 from pallas_kernels.matmul.elementwise import elementwise_vjp
 from pallas_kernels.matmul.gated import Columns, check_columns
-from pallas_kernels.matmul.layout import UNIT
+from pallas_kernels.matmul.layout import SWIZZLE, TILE_ROWS, UNIT
 from pallas_kernels.support import Array
 from pallas_kernels.warp import pairs
 from pallas_kernels.warp.branches import when
@@ -136,7 +136,7 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
     return plgpu.BlockSpec(
       (UNIT, UNIT),
       lambda i, c: (block + i * blocks, place(c)),
-      transforms=(plgpu.TilingTransform((8, UNIT)), plgpu.SwizzleTransform(128)),  # pyright: ignore[reportAbstractUsage]
+      transforms=(plgpu.TilingTransform((TILE_ROWS, UNIT)), plgpu.SwizzleTransform(SWIZZLE)),  # pyright: ignore[reportAbstractUsage]
     )
 
   same = piece(lambda c: c)

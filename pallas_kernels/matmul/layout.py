@@ -23,6 +23,8 @@ from pallas_kernels.transfer.tuning import SHARED_BYTES, check_positive
 from pallas_kernels.warp.branches import one_if
 
 UNIT = 64  # of all widths: 128 bytes of bfloat16, the widest swizzle
+SWIZZLE = 128  # bytes
+TILE_ROWS = 8  # of operands in shared memory, which TMA fills a whole tile at a time
 DEPTH = UNIT  # contracted per stage
 MULTIPLYING = 2  # warpgroups of a block
 WARPGROUPS = MULTIPLYING + 1  # with the one that loads

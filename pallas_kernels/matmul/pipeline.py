@@ -23,7 +23,14 @@ from pallas_kernels import support
 from pallas_kernels.launch import launch as launch_kernel
 from pallas_kernels.matmul import deal
 from pallas_kernels.matmul.deal import Claims, InTurn, Scalars
-from pallas_kernels.matmul.layout import MULTIPLYING, WARPGROUPS, MatmulTuning, Tile
+from pallas_kernels.matmul.layout import (
+  MULTIPLYING,
+  SWIZZLE,
+  TILE_ROWS,
+  WARPGROUPS,
+  MatmulTuning,
+  Tile,
+)
 from pallas_kernels.support import Array
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.tiles import Transfer
@@ -226,9 +233,9 @@ def load_common_rows(source: Any, target: Any, loaded: Any, tuning: MatmulTuning
 
 def smem(*shape: int, dtype: Any = jnp.bfloat16, tiled: bool = True) -> Any:
   """Shared memory whose rows are swizzled by 128 bytes, in tiles of eight rows or as one."""
-  transforms: tuple[Any, ...] = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
+  transforms: tuple[Any, ...] = (plgpu.SwizzleTransform(SWIZZLE),)  # pyright: ignore[reportAbstractUsage]
   if tiled:
-    tiling = (8, 128 // jnp.dtype(dtype).itemsize)
+    tiling = (TILE_ROWS, SWIZZLE // jnp.dtype(dtype).itemsize)
     transforms = (plgpu.TilingTransform(tiling), *transforms)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, dtype, transforms=transforms)
 

@@ -20,17 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
-from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_fence, wgmma_m64
+from jax.experimental.mosaic.gpu.wgmma import wgmma_fence, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from pallas_kernels.matmul.layout import DEPTH, UNIT
+from pallas_kernels.matmul import pipeline
+from pallas_kernels.matmul.layout import DEPTH, SWIZZLE, TILE_ROWS, UNIT
 from pallas_kernels.support import Array
 
 ROWS = 16  # that one instruction contracts
-_SWIZZLE = 128  # bytes, as pipeline.smem has it
-_TILE_ROWS = 8
 
 
 def add_product(sum_MN: Array, lhs_KM: Any, rhs_KN: Any, begin: Array, end: Array) -> Array:
@@ -57,36 +56,34 @@ def add_product(sum_MN: Array, lhs_KM: Any, rhs_KN: Any, begin: Array, end: Arra
   ) -> mgpu.FragmentedArray:
     del ctx
     begin, end = (x.registers.item() for x in bounds)
-    acc = WGMMAAccumulator(
-      _value=total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT),
-      _original_layout=total.layout,
-      _sync=False,
-    )
+    sums = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
     lhs = mgpu.memref_transpose(lhs, (1, 0, 3, 2))
 
-    def all_rows() -> WGMMAAccumulator:
-      product = mgpu.wgmma(acc, lhs, rhs, swizzle=_SWIZZLE)
+    def all_rows() -> mgpu.FragmentedArray:
+      acc = mgpu.WGMMAAccumulator.from_registers(sums, sync=False)
+      product = mgpu.wgmma(acc, lhs, rhs, swizzle=SWIZZLE).value
       _wgmma("commit_group")
       return product
 
-    def some_rows() -> WGMMAAccumulator:
+    def some_rows() -> mgpu.FragmentedArray:
       last = arith.minsi(end, _int(DEPTH))
       num_parts = arith.divsi(arith.addi(last, _int(ROWS - 1)), _int(ROWS))
 
-      @mgpu.fori(num_parts, acc)
-      def summed(part: ir.Value, acc: WGMMAAccumulator) -> WGMMAAccumulator:
+      @mgpu.fori(num_parts, sums)
+      def summed(part: ir.Value, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         row = arith.muli(part, _int(ROWS))
         bounds = arith.subi(begin, row), arith.subi(end, row)
         return _either(
           _wants_all(*bounds, ROWS),
-          lambda: _add(acc, _in_memory(lhs, part), rhs, part, a_transpose=True),
-          lambda: _add_masked(acc, lhs, rhs, part, *bounds),
-          acc,
+          lambda: _add(sums, *_in_memory(lhs, part), rhs, part),
+          lambda: _add_masked(sums, lhs, rhs, part, *bounds),
+          sums,
         )
 
       return summed.results[0]
 
-    return _either(_wants_all(begin, end, DEPTH), all_rows, some_rows, acc).value
+    product = _either(_wants_all(begin, end, DEPTH), all_rows, some_rows, sums)
+    return product.to_layout(total.layout)
 
   def twin(total: Array, lhs: Array, rhs: Array, begin: Array, end: Array) -> Array:
     row = jnp.arange(DEPTH)[:, None]
@@ -95,12 +92,7 @@ def add_product(sum_MN: Array, lhs_KM: Any, rhs_KN: Any, begin: Array, end: Arra
     return total + left.T @ right
 
   multiply.twin, multiply.reads_as_wgmma = twin, True
-  tiled = plgpu.RefType(
-    (
-      plgpu.TilingTransform((_TILE_ROWS, UNIT)),  # pyright: ignore[reportAbstractUsage]
-      plgpu.SwizzleTransform(_SWIZZLE),  # pyright: ignore[reportAbstractUsage]
-    )
-  )
+  tiled = plgpu.RefType(pipeline.smem(DEPTH, UNIT).transforms)
   layout, splat = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
   call = plgpu.inline_mgpu(
     arg_types=(layout, tiled, tiled, splat, splat),
@@ -110,20 +102,20 @@ def add_product(sum_MN: Array, lhs_KM: Any, rhs_KN: Any, begin: Array, end: Arra
 
 
 def _add_masked(
-  acc: WGMMAAccumulator,
+  sums: mgpu.FragmentedArray,
   lhs: ir.Value,
   rhs: ir.Value,
   part: ir.Value,
   begin: ir.Value,
   end: ir.Value,
-) -> WGMMAAccumulator:
+) -> mgpu.FragmentedArray:
   """Adds the product of a part's rows from ``begin`` to ``end``."""
 
   def strip(m: int) -> mgpu.FragmentedArray:
     cols = mgpu.memref_slice(lhs, slice(m, m + 1))
     return wgmma_fence(_in_registers(cols, part, begin, end))
 
-  result = _add(acc, (strip, None), rhs, part, a_transpose=None)
+  result = _add(sums, strip, None, rhs, part)
   # A product reads its registers until it is done.
   with mgpu.when(arith.cmpi(arith.CmpIPredicate.sgt, begin, _int(0))):
     _wgmma("wait_group", " 0")
@@ -131,40 +123,45 @@ def _add_masked(
 
 
 def _add(
-  acc: WGMMAAccumulator,
-  left: tuple[Callable[[int], Any], int | None],
+  sums: mgpu.FragmentedArray,
+  left: Callable[[int], Any],
+  left_stride: int | None,
   rhs: ir.Value,
   part: ir.Value,
-  a_transpose: bool | None,
-) -> WGMMAAccumulator:
-  """Adds the product of a part: its left rows are those of ``left``, 64 columns each."""
-  value, bf16 = acc._value, ir.BF16Type.get()
-  strip, stride = left
-  first, b_stride, _ = _descriptor(rhs, value.shape[1], contracted_first=True)
-  right = _moved(first, part, b_stride)
-  sums = value.registers.copy()
-  for m in range(sums.shape[0]):
-    sums[m : m + 1] = wgmma_m64(
-      *(sums[m : m + 1], strip(m), right),
-      a_transpose=a_transpose,
+) -> mgpu.FragmentedArray:
+  """Adds the product of a part.
+
+  Args:
+    sums: as ``wgmma`` accumulates.
+    left: the m-th 64 columns of the part's left rows, registers or a descriptor.
+    left_stride: bytes from a part to the next, if they are in memory.
+    rhs: the right rows of all parts.
+    part: which one.
+  """
+  first, stride, _ = _descriptor(rhs, sums.shape[1], contracted_first=True)
+  right = _moved(first, part, stride)
+  registers, bf16 = sums.registers.copy(), ir.BF16Type.get()
+  for m in range(registers.shape[0]):
+    registers[m : m + 1] = wgmma_m64(
+      *(registers[m : m + 1], left(m), right),
+      a_transpose=None if left_stride is None else True,
       b_transpose=True,
-      a_k_stride=stride,
-      b_k_stride=b_stride,
-      n=value.shape[1],
+      a_k_stride=left_stride,
+      b_k_stride=stride,
+      n=sums.shape[1],
       swizzle=2 * ROWS,  # bytes: it only says how many rows to contract
       a_element_type=bf16,
       b_element_type=bf16,
     )
   _wgmma("commit_group")
-  value = mgpu.FragmentedArray(_registers=sums, _layout=value.layout, _is_signed=value.is_signed)
-  return WGMMAAccumulator(_value=value, _original_layout=acc._original_layout, _sync=False)
+  return _with_registers(sums, registers)
 
 
 def _descriptor(operand: ir.Value, cols: int, contracted_first: bool) -> tuple[ir.Value, int, int]:
   """Of an operand's first part, and the bytes from a part to the next and to its next columns."""
   found: Any = mma_utils.create_descriptor(
     operand,
-    swizzle=_SWIZZLE,
+    swizzle=SWIZZLE,
     large_tile=(UNIT, UNIT),
     group_size=(UNIT, cols),
     logical_k_major=contracted_first,
@@ -184,16 +181,21 @@ def _in_registers(
   lhs: ir.Value, part: ir.Value, begin: ir.Value, end: ir.Value
 ) -> mgpu.FragmentedArray:
   """A part's rows, ``[M, 16]``: zero before ``begin`` and from ``end`` on."""
-  tile = arith.index_cast(ir.IndexType.get(), arith.muli(part, _int(ROWS // _TILE_ROWS)))
+  tile = arith.index_cast(ir.IndexType.get(), arith.muli(part, _int(ROWS // TILE_ROWS)))
   every = slice(None)
-  rows = mgpu.memref_slice(lhs, (every, mgpu.ds(tile, ROWS // _TILE_ROWS), every, every))
-  held = mgpu.FragmentedArray.load_tiled(rows, _SWIZZLE, layout=fragmented_array.WGMMA_LAYOUT)
-  masks = [_pair_mask(tile, begin, end) for tile in range(0, ROWS, _TILE_ROWS)]
+  rows = mgpu.memref_slice(lhs, (every, mgpu.ds(tile, ROWS // TILE_ROWS), every, every))
+  held = mgpu.FragmentedArray.load_tiled(rows, SWIZZLE, layout=fragmented_array.WGMMA_LAYOUT)
+  masks = [_pair_mask(tile, begin, end) for tile in range(0, ROWS, TILE_ROWS)]
   registers = held.registers.copy()  # of two rows each; the second axis has the tiles
   for index, register in np.ndenumerate(registers):
     bits = arith.andi(utils.bitcast(register, ir.IntegerType.get_signless(32)), masks[index[1]])
     registers[index] = utils.bitcast(bits, register.type)
-  return mgpu.FragmentedArray(_registers=registers, _layout=held.layout, _is_signed=None)
+  return _with_registers(held, registers)
+
+
+def _with_registers(like: mgpu.FragmentedArray, registers: Any) -> mgpu.FragmentedArray:
+  """An array of the same layout and type."""
+  return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
 
 
 def _pair_mask(tile: int, begin: ir.Value, end: ir.Value) -> ir.Value:
@@ -227,17 +229,15 @@ def _moved(descriptor: ir.Value, count: ir.Value, stride: int) -> ir.Value:
 
 def _wgmma(what: str, argument: str = "") -> None:
   """Commits or waits for groups. Beyond the block that multiplies, ptxas begins groups itself."""
-  void = ir.Type.parse("!llvm.void")
-  code = f"wgmma.{what}.sync.aligned{argument};"
-  llvm.inline_asm(void, [], code, "", has_side_effects=True)
+  utils.inline_ptx(f"wgmma.{what}.sync.aligned{argument};", has_side_effects=True, convergent=True)
 
 
 def _either(
   condition: ir.Value,
-  holds: Callable[[], WGMMAAccumulator],
-  fails: Callable[[], WGMMAAccumulator],
-  like: WGMMAAccumulator,
-) -> WGMMAAccumulator:
+  holds: Callable[[], mgpu.FragmentedArray],
+  fails: Callable[[], mgpu.FragmentedArray],
+  like: mgpu.FragmentedArray,
+) -> mgpu.FragmentedArray:
   leaves, tree = jax.tree.flatten(like)
   chosen: Any = scf.IfOp(condition, [x.type for x in leaves], has_else=True)
   for block, function in ((chosen.then_block, holds), (chosen.else_block, fails)):

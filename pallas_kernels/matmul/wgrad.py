@@ -27,7 +27,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.matmul import layout, pipeline, some_rows, zeros
 from pallas_kernels.matmul.deal import Claims, InTurn
-from pallas_kernels.matmul.layout import DEPTH, MULTIPLYING, UNIT, MatmulTuning, Tile
+from pallas_kernels.matmul.layout import (
+  DEPTH,
+  MULTIPLYING,
+  SWIZZLE,
+  TILE_ROWS,
+  UNIT,
+  MatmulTuning,
+  Tile,
+)
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.matmul.zeros import Zeros
 from pallas_kernels.sums import sum_lines
@@ -35,7 +43,6 @@ from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import for_size, when
 
-_ALIGNED = 8  # rows: TMA fills tiles of so many
 _CLEARED = 32  # rows made zero at a time: four tiles, one for each warp
 # A float32 tile takes a while to store: one warpgroup does while the other multiplies.
 IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
@@ -116,7 +123,7 @@ def wgrad_beside(
   if -(-cols // tile.cols) % tuning.cluster:
     tuning = dataclasses.replace(tuning, cluster=1)
   tuning = zeros.with_room(tile, tuning.placed())
-  if more := max(-(-capacity // _ALIGNED) * _ALIGNED, DEPTH) - capacity:
+  if more := max(-(-capacity // TILE_ROWS) * TILE_ROWS, DEPTH) - capacity:
     rows_CK, grad_CN = (jnp.pad(x, [(0, more), (0, 0)]) for x in (rows_CK, grad_CN))
   num_replica = num_slots - num_home
   if filled_S is not None:
@@ -178,7 +185,7 @@ def inner_steps(
     larger_PP.astype(jnp.int32),
     jnp.broadcast_to(group_size_P[None, :], larger_PP.shape),
   )
-  before_P = lax.rem(start_P, jnp.int32(_ALIGNED))
+  before_P = lax.rem(start_P, jnp.int32(TILE_ROWS))
   ranked_PP = rank_P[None, :] == slot_P1
   first_P = start_P - before_P
   lines = slot_P, first_P, before_P, before_P + group_size_P, used_P - first_P
@@ -245,7 +252,7 @@ def _body(
     def step(k: Array, count: int) -> None:
       """Loads so many rows into a stage."""
       stage, loaded = ring.acquire(before + k, owner)
-      depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, _ALIGNED), count)
+      depth = pl.ds(pl.multiple_of(first_row + k * DEPTH, TILE_ROWS), count)
       for strip in range(tile.strips):
         source = rows.at[depth, pl.ds(strip_row(out_row, strip), tile.strip)]
         target = lhs.at[stage, strip, pl.ds(0, count)]
@@ -262,7 +269,7 @@ def _body(
     """Makes rows behind all groups zero, which may hold NaN; the warpgroups share the columns."""
 
     def clear(part: Any, end: Array) -> None:
-      wide = plgpu.Layout.SMEM_GMEM_COPY(part.shape, part.dtype, 128)  # 16 bytes a thread
+      wide = plgpu.Layout.SMEM_GMEM_COPY(part.shape, part.dtype, SWIZZLE)  # 16 bytes a thread
       row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=wide)
       values = plgpu.load(part, layout=wide, optimized=False)
       part[...] = jnp.where(row < end, values, jnp.zeros((), part.dtype))
@@ -287,7 +294,7 @@ def _body(
         when(of_groups < DEPTH)(lambda: clear_grad(stage, of_groups))
         return some_rows.add_product(sums, lhs.at[stage, strip], rhs.at[stage], first, behind)
 
-      zero = plgpu.wgmma_accumulator_load(acc, wait_n=None)  # as products need their sums
+      zero = plgpu.wgmma_accumulator_load(acc, wait_n=None)  # fenced, as products need it
       return ring.multiply(owner, before, work.steps, wgmma, sums=zero)
 
     product = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile.strip, tile.cols)))
