@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from beside_pytorch import NAMES, SHAPES
+from beside_pytorch import NAMES, SHAPES, operands_of, problem_of, repeated
 
 from pallas_kernels import Tunings
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels import matmul_problems
-from ultraep_jax.bench.kernels.matmul_problems import PROBLEMS, REPLICA, group_sizes, used_part
+from ultraep_jax.bench.kernels.matmul_problems import PROBLEMS, group_sizes, used_part
 from ultraep_jax.implementation import resolve_tunings
 from ultraep_jax.tables import table
 
@@ -99,26 +99,21 @@ class Programs(NamedTuple):
   """A matmul's, of group sizes, by checkout."""
 
   by_checkout: Mapping[str, Callable[..., Any]]
-  operands: tuple[jax.Array, ...]
+  operands: list[jax.Array]
 
 
 def compiled(checkouts: Mapping[str, Checkout], name: str, shape: str) -> Programs:
   """As layers run them."""
-  wide, inner, slots, rows = map(int, shape.split("x"))
-  kernels, shapes = {}, ()
-  for checkout, (problems, tunings) in checkouts.items():
-    of = problems.Problem.of(name, f"{wide}x{inner}", rows, home=slots - REPLICA, replica=REPLICA)
-    parts, tuning = of.parts(), of.tuned(tunings)
-    kernels[checkout], shapes = functools.partial(parts.kernel, tuning=tuning), parts.shapes
-  keys = jax.random.split(jax.random.key(0), len(shapes))
-  normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-  operands = tuple(normal(key, each) for key, each in zip(keys, shapes, strict=True))
-  sizes = jax.ShapeDtypeStruct((slots,), jnp.int32)
-
-  lowered = [jax.jit(kernel).lower(*operands, sizes) for kernel in kernels.values()]
+  operands = operands_of(problem_of(name, shape))
+  lowered = []
+  for problems, tunings in checkouts.values():
+    problem = problem_of(name, shape, problems.Problem)
+    kernel = functools.partial(problem.parts().kernel, tuning=problem.tuned(tunings))
+    sizes = jax.ShapeDtypeStruct(problem.sizes.shape, jnp.int32)
+    lowered.append(jax.jit(kernel).lower(*operands, sizes))
   with futures.ThreadPoolExecutor() as workers:
     programs = workers.map(lambda each: each.compile(), lowered)
-    return Programs(dict(zip(kernels, programs, strict=True)), operands)
+    return Programs(dict(zip(checkouts, programs, strict=True)), operands)
 
 
 def sizes_of(shape: str, groups: str) -> np.ndarray:
@@ -138,16 +133,13 @@ def measured(
   def used(program: Callable[..., Any]) -> list[jax.Array]:
     return [used_part(x, arguments[-1]) for x in jax.tree.leaves(program(*arguments))]
 
-  def repeated(program: Callable[..., Any]) -> Any:
-    result = None
-    for _ in range(calls):
-      result = program(*arguments)
-    return result
-
   one, other = map(used, programs.by_checkout.values())
   same = all(bool((a == b).all()) for a, b in zip(one, other, strict=True))
   del one, other
-  runs = {name: functools.partial(repeated, f) for name, f in programs.by_checkout.items()}
+  runs = {
+    name: repeated(functools.partial(program, *arguments), calls)
+    for name, program in programs.by_checkout.items()
+  }
   seconds = timing.in_turn(runs, rounds, calls)
   return [timing.median(each) for each in seconds.values()], same
 

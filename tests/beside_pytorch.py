@@ -45,8 +45,8 @@ def main() -> None:
   rows = []
   for problem, program in zip(problems, programs, strict=True):
     runs = {
-      "ours": repeated(ours(problem, program), args.calls),
-      "PyTorch's": repeated(theirs(problem), args.calls),
+      "ours": repeated(ours(problem, program), args.calls, pytorch().cuda.synchronize),
+      "PyTorch's": repeated(theirs(problem), args.calls, pytorch().cuda.synchronize),
     }
     mine, other = map(timing.median, timing.in_turn(runs, args.rounds, args.calls).values())
     rates = (problem.flop / seconds / 1e12 for seconds in (mine, other))
@@ -56,9 +56,10 @@ def main() -> None:
   print(table(header, rows, digits=2))
 
 
-def problem_of(name: str, shape: str) -> Problem:
+def problem_of(name: str, shape: str, kind: type[Problem] = Problem) -> Problem:
+  """Of a class like this one, perhaps that of another commit."""
   wide, inner, slots, rows = map(int, shape.split("x"))
-  return Problem.of(name, f"{wide}x{inner}", rows, home=slots - REPLICA, replica=REPLICA)
+  return kind.of(name, f"{wide}x{inner}", rows, home=slots - REPLICA, replica=REPLICA)
 
 
 def compiled(problem: Problem) -> Callable[..., Any]:
@@ -72,11 +73,16 @@ def compiled(problem: Problem) -> Callable[..., Any]:
 
 
 def ours(problem: Problem, program: Callable[..., Any]) -> Callable[[], Any]:
+  operands = operands_of(problem)
+  return functools.partial(program, *operands, jnp.asarray(problem.sizes, jnp.int32))
+
+
+def operands_of(problem: Problem) -> list[jax.Array]:
+  """All but the group sizes."""
   shapes = problem.parts().shapes
   keys = jax.random.split(jax.random.key(0), len(shapes))
   normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-  operands = [normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-  return functools.partial(program, *operands, jnp.asarray(problem.sizes, jnp.int32))
+  return [normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 def pytorch() -> Any:
@@ -101,15 +107,17 @@ def theirs(problem: Problem) -> Callable[[], Any]:
   return lambda: torch._grouped_mm(rows, weights, offs=ends)
 
 
-def repeated(call: Callable[[], Any], calls: int) -> Callable[[], None]:
-  """Waits for the GPU once, after the last call."""
+def repeated(
+  call: Callable[[], Any], calls: int, wait: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+  """Waits for the GPU once, after the last call; ``wait`` for what is not JAX's."""
 
   def run() -> None:
     result: Any = None
     for _ in range(calls):
       result = call()
     jax.block_until_ready(result)
-    pytorch().cuda.synchronize()
+    wait()
 
   return run
 

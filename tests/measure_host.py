@@ -121,9 +121,8 @@ def main() -> int:
   parser.add_argument("--minutes", type=float, default=28.0, help="of all steps")
   parser.add_argument("--make", action="store_true", help="compile, and measure nothing")
   args = parser.parse_args()
-  if args.ranks < 2:
+  if not (fit := steps_for(args.ranks)):
     parser.error(f"--ranks: expected at least 2, got {args.ranks}")
-  fit = steps_for(args.ranks)
   if others := [name for name in args.steps or () if name not in fit]:
     parser.error(f"--steps: expected some of {' '.join(fit)} on {args.ranks} GPUs, got {others}")
   args.steps = args.steps or fit
