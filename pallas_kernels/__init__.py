@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from pallas_kernels.matmul.even_tiles import even_tiles_pay
   from pallas_kernels.matmul.gated import Gated, Projections, gated_beside, gated_matmul
   from pallas_kernels.matmul.gated_grads import gated_grads
   from pallas_kernels.matmul.grouped import (
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     sum_beside,
   )
   from pallas_kernels.matmul.layout import EVEN, UNIT, MatmulTuning, Tile, choose_tile
-  from pallas_kernels.matmul.row_tiles import even_tiles_pay, short_comes_last
+  from pallas_kernels.matmul.row_tiles import short_comes_last
   from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
@@ -101,6 +102,7 @@ __all__ = [
   "why_unsupported",
 ]
 _MODULES = {
+  "matmul.even_tiles": ("even_tiles_pay",),
   "matmul.gated": ("Gated", "Projections", "gated_beside", "gated_matmul"),
   "matmul.gated_grads": ("gated_grads",),
   "matmul.grouped": (
@@ -110,7 +112,7 @@ _MODULES = {
     "sum_beside",
   ),
   "matmul.layout": ("EVEN", "UNIT", "MatmulTuning", "Tile", "choose_tile"),
-  "matmul.row_tiles": ("even_tiles_pay", "short_comes_last"),
+  "matmul.row_tiles": ("short_comes_last",),
   "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),

@@ -174,8 +174,7 @@ def stage_bytes(rows: int, cols: int) -> int:
 
 
 # Of even tiles. Each warpgroup has a tile of its own: the sums of the largest fill its registers.
-# Blocks share the columns of half a band of others, as their tiles have half of the columns.
-EVEN = MatmulTuning("in_turns", rows=EVEN_SIZES[-1], cols=EVEN_COLS, band=1024, even=True)
+EVEN = MatmulTuning("in_turns", rows=EVEN_SIZES[-1], cols=EVEN_COLS, even=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import layout, pipeline
-from pallas_kernels.matmul.deal import Claims, InTurn
+from pallas_kernels.matmul import even_tiles, layout, pipeline
+from pallas_kernels.matmul.deal import Claims, InTurn, Scalars
 from pallas_kernels.matmul.layout import DEPTH, EVEN_SIZES, UNIT, MatmulTuning, Tile
 from pallas_kernels.matmul.operands import Result
 from pallas_kernels.matmul.pipeline import Ring, Work
@@ -65,6 +65,8 @@ def body(
   ring = Ring(full, free, tuning.stages)
 
   def describe(t: Array, rank: Array) -> Work:
+    if tuning.even:
+      return Work(jnp.int32(num_steps), tuple(even_tiles.entry(table, t, num_cols)))
     num_groups, band = num_cols // tuning.cluster, tuning.band // (tile.cols * tuning.cluster)
     if brought:
       row, col = layout.home_first(t, num_rows, table[4, 0], num_groups, band, tuning.clusters)
@@ -74,8 +76,16 @@ def body(
     col = lax.min((col * tuning.cluster + rank) * tile.cols, jnp.int32(width - tile.cols))
     return Work(jnp.int32(num_steps), (table[0, row], table[1, row], table[2, row], col))
 
+  def place(work: Work) -> Scalars:
+    """Slot, first row, rows to store and first column."""
+    if not tuning.even:
+      return work.rest
+    entry = even_tiles.Entry(*work.rest)
+    slot, start, stored, col = even_tiles.even_tile(entry, num_cols, tuning.band // tile.cols)
+    return slot, start, stored, lax.min(col * tile.cols, jnp.int32(width - tile.cols))
+
   def load(work: Work, before: Array, owner: Array) -> None:
-    slot, start, stored, col = work.rest
+    slot, start, stored, col = place(work)
     cols = pl.ds(col, tile.cols)
     sizes = (tile.rows // 2, tile.rows) if tuning.cluster == 1 else (tile.rows,)
     sizes = EVEN_SIZES if tuning.even else sizes  # blocks of a cluster share the rows evenly
@@ -174,9 +184,8 @@ def body(
       sums += lax.broadcast_in_dim(bias_N.astype(jnp.float32), shape, (1,))
     return sums.astype(jnp.bfloat16)
 
-  def multiply_even(work: Work, before: Array, owner: Array) -> Array:
+  def multiply_even(slot: Array, stored: Array, col: Array, before: Array, owner: Array) -> Array:
     """The rounded sums of a tile, transposed: those of its own rows are the first columns."""
-    slot, _, stored, col = work.rest
     bias_N = None if bias is None else load_bias(slot, col)
 
     def run(acc: Any) -> Array:
@@ -261,8 +270,8 @@ def body(
     return done if tuning.schedule == "deferred" else store_all(done)
 
   def compute_even(work: Work, before: Array, owner: Array, _: Any) -> None:
-    _, start, stored, col = work.rest
-    store_all((multiply_even(work, before, owner), start, stored, col))
+    slot, start, stored, col = place(work)
+    store_all((multiply_even(slot, stored, col, before, owner), start, stored, col))
 
   def nothing() -> Any:
     shape = (tile.strip, num_weights * tile.cols)

@@ -6,26 +6,20 @@ Groups of 300, 90, 0 and 122 rows, tiles of 128 rows, short ones in units of 64:
   slot 1   rows 300–427; 90 are stored: the group is smaller than its tile
   slot 3   rows 390–517; 122 are stored
 
-The same groups in even tiles of at most 192 rows::
-
-  slot 0   rows   0–159, and 140–299: two tiles, of 160 rows each
-  slot 1   rows 300–395; 90 are stored
-  slot 3   rows 390–517; 122 are stored
+``even_tiles.py`` has others, of equally many rows in a group.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.layout import EVEN_SIZES, UNIT
+from pallas_kernels.matmul.layout import UNIT
 from pallas_kernels.sums import sum_lines, sums_before
 from pallas_kernels.support import Array
 
 _SMALL_GROUP = 320  # the weights of fewer rows take an H100 as long to read twice as to multiply
-_LEAST_EVEN = 96  # rows of a slot; most of smaller groups are stored in part by either kind of tile
 _LARGE_WEIGHTS = 18_000_000  # bytes of a slot; the cache of a GPU holds two or three such slots
 
 
@@ -98,11 +92,10 @@ def _table(
   start_P: Array,
   num_home: int,
   kinds: Sequence[_Kind],
-  order: Callable[[Array], Array] = lambda place_T1: place_T1,
 ) -> Array:
-  """``[5, T]``, as ``row_tiles`` returns it, of the tiles of all kinds, in an order."""
+  """``[5, T]``, as ``row_tiles`` returns it, of the tiles of all kinds."""
   slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
-  tile_T1 = order(jnp.arange(num_tiles, dtype=jnp.int32)[:, None])
+  tile_T1 = jnp.arange(num_tiles, dtype=jnp.int32)[:, None]
   lines_TP = [jnp.zeros((num_tiles, slot_P.size), jnp.int32)] * 3
   for kind in kinds:
     mine_TP = (tile_T1 >= kind.begin_P[None, :]) & (tile_T1 < kind.end_P[None, :])
@@ -134,58 +127,3 @@ def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
     slot_bytes: of the weights that a slot's rows are multiplied by.
   """
   return slot_bytes >= _LARGE_WEIGHTS and capacity >= _SMALL_GROUP * num_slots
-
-
-def even_row_tiles(capacity: int, group_size_P: Array, num_home: int) -> Array:
-  """As ``row_tiles``: each group in as few tiles as there can be, all of equally many rows.
-
-  That is the least of ``EVEN_SIZES`` that is enough. The last tile ends with its group, so it may
-  begin inside the one before.
-
-  Home slots of one tile are spread among those of several. Weights are read from memory once for
-  all tiles of a slot: for a single one this takes longer than to multiply, for several it does not.
-  """
-  slot_P, most = jnp.arange(group_size_P.shape[0], dtype=jnp.int32), EVEN_SIZES[-1]
-  # Those of several tiles, of a single one, and not of home, by slots.
-  kind_P = jnp.where(slot_P >= num_home, 2, jnp.where(group_size_P > most, 0, 1))
-  order_P = kind_P * slot_P.size + slot_P
-  size_1P, tiles_1P = group_size_P[None, :], _parts(group_size_P, most)[None, :]
-  before_PP = slot_P[None, :] < slot_P[:, None]
-  start_P, begin_P, tiles_P, several_P, single_P = sum_lines(
-    jnp.where(before_PP, size_1P, 0),
-    jnp.where(order_P[None, :] < order_P[:, None], tiles_1P, 0),
-    jnp.where(slot_P[None, :] == slot_P[:, None], tiles_1P, 0),
-    *(jnp.broadcast_to(jnp.where(kind_P == k, tiles_1P, 0), before_PP.shape) for k in (0, 1)),
-  )
-  several, single = several_P[0], single_P[0]
-  rows_P = jnp.full_like(start_P, most)
-  for size in reversed(EVEN_SIZES):
-    rows_P = jnp.where(group_size_P <= size * tiles_P, size, rows_P)
-  stored_P = jnp.minimum(rows_P, group_size_P)
-
-  def first(tile_T1: Array) -> Array:
-    first_TP = (tile_T1 - begin_P[None, :]) * stored_P[None, :]
-    return start_P[None, :] + jnp.minimum(first_TP, (group_size_P - stored_P)[None, :])
-
-  num_tiles = capacity // most + group_size_P.shape[0]
-  kinds = [_Kind(begin_P, begin_P + tiles_P, rows_P, first)]
-  order = functools.partial(_spread, several=several, single=single)
-  return _table(num_tiles, group_size_P, start_P, num_home, kinds, order)
-
-
-def _spread(place_T1: Array, *, several: Array, single: Array) -> Array:
-  """Which tile is in a place, if those of slots with several are numbered before single ones."""
-  home = several + single
-
-  def singles_before(place_T1: Array) -> Array:
-    return lax.div(place_T1 * single, lax.max(home, jnp.int32(1)))
-
-  before_T1 = singles_before(place_T1)
-  is_single_T1 = singles_before(place_T1 + 1) > before_T1
-  tile_T1 = jnp.where(is_single_T1, several + before_T1, place_T1 - before_T1)
-  return jnp.where(place_T1 < home, tile_T1, place_T1)
-
-
-def even_tiles_pay(capacity: int, num_slots: int) -> bool:
-  """Where ``MatmulTuning.even`` does not say it: rows of all P slots are not few."""
-  return capacity >= _LEAST_EVEN * num_slots

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.matmul import layout, pipeline, row_kernel
+from pallas_kernels.matmul import even_tiles, layout, pipeline, row_kernel
 from pallas_kernels.matmul.layout import (
   DEPTH,
   EVEN,
@@ -38,12 +38,7 @@ from pallas_kernels.matmul.layout import (
   Tile,
 )
 from pallas_kernels.matmul.operands import Contraction, Result, biases_by_tile, check
-from pallas_kernels.matmul.row_tiles import (
-  even_row_tiles,
-  even_tiles_pay,
-  row_tiles,
-  short_comes_last,
-)
+from pallas_kernels.matmul.row_tiles import row_tiles, short_comes_last
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 
@@ -95,11 +90,13 @@ def multiply_rows(
     capacity,
     cols,
     weights,
-    even=even_tiles_pay(capacity, group_size_P.shape[0]),
+    even=even_tiles.even_tiles_pay(capacity, group_size_P.shape[0]),
     biased=bool(biases),
   )
   if tuning.even:
-    table = even_row_tiles(capacity, group_size_P, num_home)
+    turns = even_tiles.turns(capacity, group_size_P.shape[0], cols, tile.cols)
+    tuning = dataclasses.replace(tuning, band=turns.cols * tile.cols)
+    table = even_tiles.even_row_tiles(capacity, group_size_P, num_home, turns.rows)
   else:
     short_last = False if brought else tuning.short_last  # none of home slots waits for a copy
     if short_last is None:

@@ -21,7 +21,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.matmul import row_tiles as module
 from pallas_kernels.matmul import rows
-from pallas_kernels.matmul.layout import EVEN_SIZES
 
 CAPACITY, SLOTS = 1024, 6
 UNEQUAL = [
@@ -35,11 +34,6 @@ UNEQUAL = [
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def row_tiles(sizes, tile, num_home, short_last):
   return module.row_tiles(CAPACITY, sizes, tile, num_home, short_last)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def even_row_tiles(sizes, num_home):
-  return module.even_row_tiles(CAPACITY, sizes, num_home)
 
 
 def every_row_is_stored(table, num_home, sizes):
@@ -81,52 +75,6 @@ def test_tiles_store_every_used_row_of_their_group(tile, num_home, short_last, s
   short = (computed < tile).tolist()
   order = short if short_last else list(zip(slot.tolist(), short, strict=True))
   assert order == sorted(order)  # by slots, those of home slots come first
-
-
-@pytest.mark.parametrize("num_home", [SLOTS, 4, 1])
-@given(sizes=sizes_that_fit(CAPACITY, SLOTS))
-@example(sizes=UNEQUAL[0])
-@example(sizes=UNEQUAL[1])
-@example(sizes=UNEQUAL[2])
-@example(sizes=UNEQUAL[3])
-def test_even_tiles_store_every_used_row_of_their_group(num_home, sizes):
-  table = even_row_tiles(jnp.array(sizes, jnp.int32), num_home)
-  slot, stored = every_row_is_stored(table, num_home, sizes)
-  for s in range(SLOTS):
-    # As few as there can be, alike, and no larger than they must be.
-    tiles = -(-sizes[s] // 192)
-    alike = min((x for x in EVEN_SIZES if x * tiles >= sizes[s]), default=0)
-    assert stored[slot == s].tolist() == [min(alike, sizes[s])] * tiles
-  tiles_of = np.bincount(slot, minlength=SLOTS)[slot]
-  is_home = slot < num_home
-  for kind in (is_home & (tiles_of > 1), is_home & (tiles_of == 1), ~is_home):
-    assert slot[kind].tolist() == sorted(slot[kind])
-  # Home slots come first, those of one tile evenly among the others.
-  home = int(is_home.sum())
-  assert is_home[:home].all()
-  single = (tiles_of == 1)[:home]
-  assert np.cumsum(single).tolist() == [(t + 1) * single.sum() // home for t in range(home)]
-
-
-@pytest.mark.parametrize(
-  ("capacity", "even", "expected"),
-  [(192, None, True), (190, None, False), (190, True, True), (192, False, False)],
-)
-def test_even_tiles_are_the_default_where_groups_are_not_small(
-  capacity, even, expected, monkeypatch
-):
-  made = []
-
-  def table(*arguments):
-    made.append(arguments)
-    return module.even_row_tiles(*arguments)
-
-  monkeypatch.setattr(rows, "even_row_tiles", table)
-  kernel = functools.partial(grouped_matmul, tuning=MatmulTuning(blocks=2, even=even))
-  shapes = (capacity, 64), (2, 64, 192), (0, 64, 192)
-  operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-  jax.eval_shape(kernel, *operands, jax.ShapeDtypeStruct((2,), jnp.int32))
-  assert bool(made) == expected
 
 
 @pytest.mark.parametrize(
