@@ -29,8 +29,8 @@ from ultraep_jax.implementation import resolve_tunings
 from ultraep_jax.tables import table
 
 PACKAGES = ("pallas_kernels", "ultraep_jax")
-# How sizes differ: rows that choose by themselves, and a lognormal of this width.
-SKEWS = {"equal": None, "independent": 0.0, "wide": 1.5}
+# How sizes differ: rows that choose by themselves, and lognormal ones of these widths.
+SKEWS = {"equal": None, "independent": 0.0, "lognormal": 0.7, "wide": 1.5}
 
 
 class Checkout(NamedTuple):

@@ -13,7 +13,7 @@ Steps that are compiled where they run come first. Prefill and training come las
 compiles any more. A step waits for its programs, but not for ever: then those of layers are
 compiled in it, and groups of the matrix that are not there are left out. One that takes too long is
 stopped, and the next begins. Those of four GPUs take 25 to 40 minutes. Two have steps of their own,
-which take six minutes where another machine has compiled; of these, stress has not run yet.
+which take six minutes where another machine has compiled; stress of layers has not run yet.
 """
 
 import argparse

@@ -7,8 +7,8 @@ the same time read the same rows and weights, and memory is read once for all of
 
 Groups of 300, 90, 0 and 122 rows, all of home slots, of two tiles of columns by turns::
 
-  slot 1   rows 300–395; 90 are stored            columns 0, 1, 2, …
   slot 0   rows   0–159 and 140–299: two tiles    columns 0, 1 of both, columns 2, 3 of both, …
+  slot 1   rows 300–395; 90 are stored            columns 0, 1, 2, …
   slot 3   rows 390–517; 122 are stored           columns 0, 1, 2, …
 """
 
@@ -54,14 +54,14 @@ def turns(capacity: int, num_slots: int, width: int, tile_cols: int) -> Turns:
   same blocks go on with the same columns.
 
   Args:
-    capacity: rows of all slots.
+    capacity: rows that there is room for, in all slots; how many are used is not known yet.
     num_slots: P.
     width: columns of the result.
     tile_cols: of a tile.
   """
   small = capacity < _SMALL_GROUP * num_slots
   columns = _FEW_COLS if small and width > _COLS else _COLS
-  return Turns(_FEW_ROWS if small else capacity, max(columns // tile_cols, 1))
+  return Turns(_FEW_ROWS if small else capacity, columns // tile_cols)
 
 
 class Entry(NamedTuple):

@@ -11,6 +11,7 @@ from hypothesis import example, given
 
 from pallas_kernels import MatmulTuning, grouped_matmul
 from pallas_kernels.matmul import even_tiles as module
+from pallas_kernels.matmul import pipeline
 from pallas_kernels.matmul.layout import EVEN_SIZES
 
 CAPACITY, SLOTS, COLS = 4096, 6, 7
@@ -21,6 +22,7 @@ UNEQUAL = [
   np.array([683, 683, 683, 683, 682, 682]),
   np.array([1, 64, 65, 193, 100, 3500]),
   np.array([90, 180, 700, 192, 1, 300]),
+  np.array([1, 1, 1, 1, 1, CAPACITY - 5]),  # as many tiles as there can be
 ]
 
 
@@ -46,6 +48,7 @@ def slots_in_order(slot):
 @example(sizes=UNEQUAL[2])
 @example(sizes=UNEQUAL[3])
 @example(sizes=UNEQUAL[4])
+@example(sizes=UNEQUAL[5])
 def test_tiles_store_each_row_of_their_group_in_each_column(num_home, sizes):
   tiles, counts = tiles_of(jnp.array(sizes, jnp.int32), num_home)
   count = int(counts[0])
@@ -142,3 +145,32 @@ def test_even_tiles_are_the_default_where_groups_are_not_small(
   operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
   jax.eval_shape(kernel, *operands, jax.ShapeDtypeStruct((2,), jnp.int32))
   assert bool(made) == expected
+
+
+@pytest.mark.parametrize(
+  ("capacity", "width", "band"),
+  [(4 * 256, 2048, 256), (4 * 256, 1024, 1024), (4 * 1536, 2048, 1024)],
+)
+def test_the_kernel_and_its_table_have_the_same_turns(capacity, width, band, monkeypatch):
+  made, table_of, launched = [], module.even_row_tiles, []
+
+  def table(*arguments):
+    made.append(arguments)
+    return table_of(*arguments)
+
+  def launch(body, *operands, out_type, **_):
+    launched.append(body.keywords)
+    return [jnp.zeros(each.shape, each.dtype) for each in out_type], None
+
+  monkeypatch.setattr(module, "even_row_tiles", table)
+  monkeypatch.setattr(pipeline, "launch", launch)
+  shapes = (capacity, 64), (3, 64, width), (1, 64, width)
+  operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+  kernel = functools.partial(grouped_matmul, tuning=MatmulTuning(blocks=2))
+  jax.eval_shape(kernel, *operands, jax.ShapeDtypeStruct((4,), jnp.int32))
+  ((its_capacity, sizes, num_home, rows),) = made
+  (given,) = launched
+  assert (its_capacity, sizes.shape, num_home, given["num_home"]) == (capacity, (4,), 3, 3)
+  cols = given["tile"].cols
+  assert (rows, given["tuning"].band // cols) == module.turns(capacity, 4, width, cols)
+  assert given["tuning"].band == band

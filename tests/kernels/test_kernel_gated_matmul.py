@@ -218,6 +218,7 @@ def test_gated_interpreted(tuning, num_home, sizes):
     ("ungated", TOGETHER, 64, False),
     ("fused", EVEN, 192, True),
     ("ungated", EVEN, 64, True),
+    ("ungated", EVEN, 192, True),  # the last tile of columns begins inside the one before
     ("interleaved", EVEN, 64, True),
   ],
 )
@@ -240,6 +241,12 @@ def test_few_rows_and_any_multiple_of_64(capacity, tuning, depth, cols):
   options = {"keep_hidden": True, "num_home": 2, "unit": reglu}
   with interpreted():
     check(FEW[capacity], tuning, **options, depth=depth, cols=cols, capacity=capacity)
+
+
+def test_columns_of_a_wide_result_come_some_at_a_time():
+  options = {"keep_hidden": True, "num_home": 2, "unit": reglu, "depth": 64, "cols": 1152}
+  with interpreted():
+    check([500, 0, 190, 210], EVEN, **options, capacity=904)
 
 
 @pytest.mark.parametrize(
