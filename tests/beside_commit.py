@@ -4,6 +4,11 @@ Both run in turn, in one process, on the same operands. Needs one Hopper GPU::
 
     git worktree add ../before COMMIT
     python tests/beside_commit.py ../before --problems "wgrad up" --groups equal independent wide
+
+A profiler that counts what each kernel does wants each called once, and told in which order::
+
+    ncu --clock-control none -k regex:mosaic --metrics gpu__time_duration.sum,dram__bytes_read.sum \
+      python tests/beside_commit.py ../before --once --groups lognormal
 """
 
 import argparse
@@ -11,7 +16,7 @@ import functools
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -55,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--groups", nargs="+", default=["wide"], choices=list(SKEWS))
   parser.add_argument("--rounds", type=int, default=7, help="turns of each")
   parser.add_argument("--calls", type=int, default=6, help="in each turn")
+  parser.add_argument("--once", action="store_true", help="call each once, and time nothing")
   args = parser.parse_args(arguments)
   this = Checkout(matmul_problems, resolve_tunings(None, ("mosaic_gpu",)))
   checkouts = {"other": imported(args.other), "this": this}
@@ -64,10 +70,15 @@ def main(arguments: list[str] | None = None) -> None:
       programs = compiled(checkouts, name, shape)
       for groups in args.groups:
         sizes = sizes_of(shape, groups)
+        if args.once:
+          for which in called_once(programs, sizes):
+            print(shape, name, groups, which, flush=True)
+          continue
         seconds, same = measured(programs, sizes, args.rounds, args.calls)
         row = [shape, name, groups, *(x * 1e6 for x in seconds), seconds[1] / seconds[0]]
         rows.append([*row, "same" if same else "different"])
-  print(table(["", "matmul", "groups", "other, us", "this, us", "of other's", "bits"], rows))
+  if not args.once:
+    print(table(["", "matmul", "groups", "other, us", "this, us", "of other's", "bits"], rows))
 
 
 def imported(folder: pathlib.Path) -> Checkout:
@@ -122,6 +133,14 @@ def sizes_of(shape: str, groups: str) -> np.ndarray:
   if (skew := SKEWS[groups]) is None:
     return np.full(slots, rows // slots)
   return group_sizes(np.random.default_rng(0), slots, rows, skew)
+
+
+def called_once(programs: Programs, sizes: np.ndarray) -> Iterator[str]:
+  """The names of the checkouts, each when its call has ended."""
+  arguments = *programs.operands, jnp.asarray(sizes, jnp.int32)
+  for name, program in programs.by_checkout.items():
+    jax.block_until_ready(program(*arguments))
+    yield name
 
 
 def measured(

@@ -58,6 +58,7 @@ def test_bits_are_compared(other, alike):
   checkouts = {name: beside_commit.Checkout(each, small) for name, each in modules.items()}
   with interpreted():
     programs = beside_commit.compiled(checkouts, "wgrad up", SHAPE)
+    assert [*beside_commit.called_once(programs, np.array([100, 50, 0, 60]))] == ["other", "this"]
     seconds, same = beside_commit.measured(programs, np.array([100, 50, 0, 60]), rounds=1, calls=1)
   assert len(seconds) == 2 and min(seconds) > 0
   assert same == alike
@@ -78,3 +79,12 @@ def test_a_row_for_each_matmul_and_kind_of_groups(other, monkeypatch, capsys):
   lines = [line.split() for line in capsys.readouterr().out.splitlines() if SHAPE in line]
   times = ["2000.00", "1000.00", "0.50", "same"]
   assert lines == [[SHAPE, n, g, *times] for n in ("gated", "sum") for g in ("equal", "wide")]
+
+
+def test_each_is_called_once_for_a_profiler(other, monkeypatch, capsys):
+  monkeypatch.setattr(beside_commit, "compiled", lambda checkouts, *_: list(checkouts))
+  monkeypatch.setattr(beside_commit, "called_once", lambda programs, _: programs)
+  kinds = "--once --problems gated --groups equal wide --shapes"
+  beside_commit.main([str(other), *kinds.split(), SHAPE])
+  expected = [f"{SHAPE} gated {g} {w}" for g in ("equal", "wide") for w in ("other", "this")]
+  assert capsys.readouterr().out.splitlines() == expected
