@@ -10,6 +10,7 @@ Three slots of 2, 0 and 1 tiles. A table of their tiles, of at most four::
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.support import Array
 
@@ -29,3 +30,8 @@ def sums_before(*x_N: Array) -> list[Array]:
   place_E = jnp.arange(i_N.size + 1, dtype=jnp.int32)
   before_EN = i_N[None, :] < place_E[:, None]
   return list(sum_lines(*(jnp.where(before_EN, x[None, :], 0) for x in x_N)))
+
+
+def ceil_div(x: Array, divisor: int) -> Array:
+  """``ceil(x / divisor)``; ``x`` is not negative."""
+  return lax.div(x + (divisor - 1), jnp.int32(divisor))

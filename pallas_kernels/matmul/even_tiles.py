@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.matmul import layout
 from pallas_kernels.matmul.layout import EVEN_SIZES
-from pallas_kernels.sums import sum_lines
+from pallas_kernels.sums import ceil_div, sum_lines
 from pallas_kernels.support import Array
 
 _LEAST = 96  # rows of a slot; most of smaller groups are stored in part by either kind of tile
@@ -46,7 +46,7 @@ class Turns(NamedTuple):
   cols: int
 
 
-def turns(capacity: int, num_slots: int, width: int, tile_cols: int) -> Turns:
+def turns_of(capacity: int, num_slots: int, width: int, tile_cols: int) -> Turns:
   """Those for which memory is read least.
 
   Small groups have more weights than rows: tiles that read the same weights follow each other so
@@ -145,7 +145,7 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int, most_turns
   slot_P, most = jnp.arange(group_size_P.shape[0], dtype=jnp.int32), EVEN_SIZES[-1]
   many_P = jnp.where(group_size_P > most, _SEVERAL, _SINGLE)
   kind_P = jnp.where(slot_P >= num_home, _REPLICA, many_P)
-  size_1P, tiles_1P = group_size_P[None, :], _parts(group_size_P, most)[None, :]
+  size_1P, tiles_1P = group_size_P[None, :], ceil_div(group_size_P, most)[None, :]
   before_PP = slot_P[None, :] < slot_P[:, None]
   like_PP = kind_P[None, :] == kind_P[:, None]
   start_P, before_P, tiles_P, several_P, single_P = sum_lines(
@@ -173,22 +173,19 @@ def even_row_tiles(capacity: int, group_size_P: Array, num_home: int, most_turns
 
   num_tiles = capacity // most + slot_P.size
   tile_T1 = jnp.arange(num_tiles, dtype=jnp.int32)[:, None]
-  mine_TP = (tile_T1 >= begin_P[None, :]) & (tile_T1 < (begin_P + tiles_P)[None, :])
+  is_mine_TP = (tile_T1 >= begin_P[None, :]) & (tile_T1 < (begin_P + tiles_P)[None, :])
   inside_TP = tile_T1 - begin_P[None, :]
   first_TP = inside_TP - lax.rem(inside_TP, jnp.int32(most_turns))
-  lines_TP = (
-    slot_P[None, :],
-    start_P[None, :] + first_TP * stored_P[None, :],
-    stored_P[None, :],
-    None,
-    (start_P + group_size_P - stored_P)[None, :],
-    begin_P[None, :] + first_TP,
-    jnp.minimum(tiles_P[None, :] - first_TP, most_turns),
+
+  def of_mine(x_TP: Array) -> Array:
+    return jnp.where(is_mine_TP, x_TP, 0)
+
+  return sum_lines(
+    of_mine(slot_P[None, :]),
+    of_mine(start_P[None, :] + first_TP * stored_P[None, :]),
+    of_mine(stored_P[None, :]),
+    jnp.broadcast_to(tiles_P[None, :], is_mine_TP.shape),
+    of_mine((start_P + group_size_P - stored_P)[None, :]),
+    of_mine(begin_P[None, :] + first_TP),
+    of_mine(jnp.minimum(tiles_P[None, :] - first_TP, most_turns)),
   )
-  all_TP = jnp.broadcast_to(tiles_P[None, :], mine_TP.shape)
-  return sum_lines(*(all_TP if x is None else jnp.where(mine_TP, x, 0) for x in lines_TP))
-
-
-def _parts(rows_P: Array, size: int) -> Array:
-  """Of so many rows, that hold all."""
-  return lax.div(rows_P + (size - 1), jnp.int32(size))

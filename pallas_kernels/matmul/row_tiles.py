@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul.layout import UNIT
-from pallas_kernels.sums import sum_lines, sums_before
+from pallas_kernels.sums import ceil_div, sum_lines, sums_before
 from pallas_kernels.support import Array
 
 _SMALL_GROUP = 320  # the weights of fewer rows take an H100 as long to read twice as to multiply
@@ -44,9 +44,9 @@ def row_tiles(
   """
   left_P = lax.rem(group_size_P, jnp.int32(tile_rows))
   # A whole tile moved up is as good as one of the same size at the end.
-  rounded_P = _parts(left_P, UNIT) * UNIT
+  rounded_P = ceil_div(left_P, UNIT) * UNIT
   short_P = ((left_P > 0) & (rounded_P < tile_rows)).astype(jnp.int32)
-  whole_P = _parts(group_size_P, tile_rows) - short_P
+  whole_P = ceil_div(group_size_P, tile_rows) - short_P
   if short_last:
     start_E, whole_E, short_E = sums_before(group_size_P, whole_P, short_P)
     short_E += whole_E[-1]
@@ -107,11 +107,6 @@ def _table(
   for counted_P in (tiles_P, jnp.where(slot_P < num_home, tiles_P, 0)):
     lines_TP.append(jnp.broadcast_to(counted_P, lines_TP[0].shape))
   return sum_lines(*lines_TP)
-
-
-def _parts(rows_P: Array, size: int) -> Array:
-  """Of so many rows, that hold all."""
-  return lax.div(rows_P + (size - 1), jnp.int32(size))
 
 
 def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:

@@ -94,7 +94,7 @@ def multiply_rows(
     biased=bool(biases),
   )
   if tuning.even:
-    turns = even_tiles.turns(capacity, group_size_P.shape[0], cols, tile.cols)
+    turns = even_tiles.turns_of(capacity, group_size_P.shape[0], cols, tile.cols)
     tuning = dataclasses.replace(tuning, band=turns.cols * tile.cols)
     table = even_tiles.even_row_tiles(capacity, group_size_P, num_home, turns.rows)
   else:

@@ -35,6 +35,19 @@ def tiles_of(sizes, num_home):
   return tiles, table[3] * COLS
 
 
+@pytest.fixture
+def made(monkeypatch):
+  """The arguments of each table."""
+  made, table_of = [], module.even_row_tiles
+
+  def table(*arguments):
+    made.append(arguments)
+    return table_of(*arguments)
+
+  monkeypatch.setattr(module, "even_row_tiles", table)
+  return made
+
+
 def slots_in_order(slot):
   """Each slot once, as its first tile comes."""
   _, first = np.unique(slot, return_index=True)
@@ -123,23 +136,14 @@ def test_slots_of_one_tile_are_spread_among_those_of_several(num_home, sizes):
 def test_weights_of_small_groups_and_rows_of_large_ones_stay_in_the_cache(
   capacity, width, tile_cols, expected
 ):
-  assert module.turns(capacity, 64, width, tile_cols) == expected
+  assert module.turns_of(capacity, 64, width, tile_cols) == expected
 
 
 @pytest.mark.parametrize(
   ("capacity", "even", "expected"),
   [(192, None, True), (190, None, False), (190, True, True), (192, False, False)],
 )
-def test_even_tiles_are_the_default_where_groups_are_not_small(
-  capacity, even, expected, monkeypatch
-):
-  made, table_of = [], module.even_row_tiles
-
-  def table(*arguments):
-    made.append(arguments)
-    return table_of(*arguments)
-
-  monkeypatch.setattr(module, "even_row_tiles", table)
+def test_even_tiles_are_the_default_where_groups_are_not_small(capacity, even, expected, made):
   kernel = functools.partial(grouped_matmul, tuning=MatmulTuning(blocks=2, even=even))
   shapes = (capacity, 64), (2, 64, 192), (0, 64, 192)
   operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -151,18 +155,13 @@ def test_even_tiles_are_the_default_where_groups_are_not_small(
   ("capacity", "width", "band"),
   [(4 * 256, 2048, 256), (4 * 256, 1024, 1024), (4 * 1536, 2048, 1024)],
 )
-def test_the_kernel_and_its_table_have_the_same_turns(capacity, width, band, monkeypatch):
-  made, table_of, launched = [], module.even_row_tiles, []
-
-  def table(*arguments):
-    made.append(arguments)
-    return table_of(*arguments)
+def test_the_kernel_and_its_table_have_the_same_turns(capacity, width, band, made, monkeypatch):
+  launched = []
 
   def launch(body, *operands, out_type, **_):
     launched.append(body.keywords)
     return [jnp.zeros(each.shape, each.dtype) for each in out_type], None
 
-  monkeypatch.setattr(module, "even_row_tiles", table)
   monkeypatch.setattr(pipeline, "launch", launch)
   shapes = (capacity, 64), (3, 64, width), (1, 64, width)
   operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -172,5 +171,5 @@ def test_the_kernel_and_its_table_have_the_same_turns(capacity, width, band, mon
   (given,) = launched
   assert (its_capacity, sizes.shape, num_home, given["num_home"]) == (capacity, (4,), 3, 3)
   cols = given["tile"].cols
-  assert (rows, given["tuning"].band // cols) == module.turns(capacity, 4, width, cols)
+  assert (rows, given["tuning"].band // cols) == module.turns_of(capacity, 4, width, cols)
   assert given["tuning"].band == band
