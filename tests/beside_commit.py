@@ -14,9 +14,10 @@ A profiler that counts what each kernel does wants each called once, and told in
 import argparse
 import functools
 import importlib
+import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,7 +36,8 @@ from ultraep_jax.tables import table
 
 PACKAGES = ("pallas_kernels", "ultraep_jax")
 # How sizes differ: rows that choose by themselves, and lognormal ones of these widths.
-SKEWS = {"equal": None, "independent": 0.0, "lognormal": 0.7, "wide": 1.5}
+SKEWS = {"independent": 0.0, "lognormal": 0.7, "wide": 1.5}
+GROUPS = ("equal", *SKEWS, "zipf")
 
 
 class Checkout(NamedTuple):
@@ -57,26 +59,29 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--shapes", nargs="+", default=SHAPES, help="D x F x slots x rows")
   alone = [name for name in PROBLEMS if "beside" not in name]
   parser.add_argument("--problems", nargs="+", default=NAMES, choices=alone)
-  parser.add_argument("--groups", nargs="+", default=["wide"], choices=list(SKEWS))
+  parser.add_argument("--groups", nargs="+", default=["wide"], choices=GROUPS)
   parser.add_argument("--rounds", type=int, default=7, help="turns of each")
   parser.add_argument("--calls", type=int, default=6, help="in each turn")
   parser.add_argument("--once", action="store_true", help="call each once, and time nothing")
   args = parser.parse_args(arguments)
   this = Checkout(matmul_problems, resolve_tunings(None, ("mosaic_gpu",)))
   checkouts = {"other": imported(args.other), "this": this}
+  cases = list(itertools.product(args.shapes, args.problems))
+  # XLA, which tries layouts while it compiles, crashes under ncu if several threads do.
+  all_programs = compiled(checkouts, cases, workers=1 if args.once else 16)
   rows = []
-  for shape in args.shapes:
-    for name in args.problems:
-      programs = compiled(checkouts, name, shape)
-      for groups in args.groups:
-        sizes = sizes_of(shape, groups)
-        if args.once:
-          for which in called_once(programs, sizes):
-            print(shape, name, groups, which, flush=True)
-          continue
-        seconds, same = measured(programs, sizes, args.rounds, args.calls)
-        row = [shape, name, groups, *(x * 1e6 for x in seconds), seconds[1] / seconds[0]]
-        rows.append([*row, "same" if same else "different"])
+  for (shape, name), programs in zip(cases, all_programs, strict=True):
+    operands = operands_of(problem_of(name, shape))
+    for groups in args.groups:
+      inputs = *operands, jnp.asarray(sizes_of(shape, groups), jnp.int32)
+      if args.once:
+        for which, program in programs.items():
+          jax.block_until_ready(program(*inputs))
+          print(shape, name, groups, which, flush=True)
+        continue
+      seconds, same = measured(programs, inputs, args.rounds, args.calls)
+      row = [shape, name, groups, *(x * 1e6 for x in seconds), seconds[1] / seconds[0]]
+      rows.append([*row, "same" if same else "different"])
   if not args.once:
     print(table(["", "matmul", "groups", "other, us", "this, us", "of other's", "bits"], rows))
 
@@ -106,58 +111,58 @@ def _taken_out() -> dict[str, ModuleType]:
   return {name: sys.modules.pop(name) for name in ours}
 
 
-class Programs(NamedTuple):
-  """A matmul's, of group sizes, by checkout."""
-
-  by_checkout: Mapping[str, Callable[..., Any]]
-  operands: list[jax.Array]
+Programs = Mapping[str, Callable[..., Any]]  # one matmul's, of each checkout
 
 
-def compiled(checkouts: Mapping[str, Checkout], name: str, shape: str) -> Programs:
-  """As layers run them."""
-  operands = operands_of(problem_of(name, shape))
-  lowered = []
-  for problems, tunings in checkouts.values():
-    problem = problem_of(name, shape, problems.Problem)
-    kernel = functools.partial(problem.parts().kernel, tuning=problem.tuned(tunings))
-    sizes = jax.ShapeDtypeStruct(problem.sizes.shape, jnp.int32)
-    lowered.append(jax.jit(kernel).lower(*operands, sizes))
-  with futures.ThreadPoolExecutor() as workers:
-    programs = workers.map(lambda each: each.compile(), lowered)
-    return Programs(dict(zip(checkouts, programs, strict=True)), operands)
+def compiled(
+  checkouts: Mapping[str, Checkout], cases: Sequence[tuple[str, str]], workers: int
+) -> list[Programs]:
+  """Of each shape and matmul, as layers run them. Kernels are lowered by one thread alone."""
+  lowered = [
+    {which: lowered_of(checkout, *case) for which, checkout in checkouts.items()} for case in cases
+  ]
+  with futures.ThreadPoolExecutor(workers) as pool:
+    waiting = [
+      {which: pool.submit(program.compile) for which, program in each.items()} for each in lowered
+    ]
+  return [{which: each.result() for which, each in programs.items()} for programs in waiting]
+
+
+def lowered_of(checkout: Checkout, shape: str, name: str) -> jax.stages.Lowered:
+  problem = problem_of(name, shape, checkout.problems.Problem)
+  parts = problem.parts()
+  operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in parts.shapes]
+  sizes = jax.ShapeDtypeStruct(problem.sizes.shape, jnp.int32)
+  kernel = functools.partial(parts.kernel, tuning=problem.tuned(checkout.tunings))
+  return jax.jit(kernel).lower(*operands, sizes)
 
 
 def sizes_of(shape: str, groups: str) -> np.ndarray:
   """Of all slots; where all are equal, a few rows may be left."""
   *_, slots, rows = map(int, shape.split("x"))
-  if (skew := SKEWS[groups]) is None:
+  rng = np.random.default_rng(0)
+  if groups == "equal":
     return np.full(slots, rows // slots)
-  return group_sizes(np.random.default_rng(0), slots, rows, skew)
-
-
-def called_once(programs: Programs, sizes: np.ndarray) -> Iterator[str]:
-  """The names of the checkouts, each when its call has ended."""
-  arguments = *programs.operands, jnp.asarray(sizes, jnp.int32)
-  for name, program in programs.by_checkout.items():
-    jax.block_until_ready(program(*arguments))
-    yield name
+  if groups == "zipf":
+    weight = rng.permutation(1 / np.arange(1, slots + 1) ** 1.2)
+    return rng.multinomial(rows, weight / weight.sum())
+  return group_sizes(rng, slots, rows, SKEWS[groups])
 
 
 def measured(
-  programs: Programs, sizes: np.ndarray, rounds: int, calls: int
+  programs: Programs, arguments: Sequence[jax.Array], rounds: int, calls: int
 ) -> tuple[list[float], bool]:
   """Median seconds of a call for each checkout, and whether results are alike bit for bit."""
-  arguments = *programs.operands, jnp.asarray(sizes, jnp.int32)
 
   def used(program: Callable[..., Any]) -> list[jax.Array]:
     return [used_part(x, arguments[-1]) for x in jax.tree.leaves(program(*arguments))]
 
-  one, other = map(used, programs.by_checkout.values())
+  one, other = map(used, programs.values())
   same = all(bool((a == b).all()) for a, b in zip(one, other, strict=True))
   del one, other
   runs = {
     name: repeated(functools.partial(program, *arguments), calls)
-    for name, program in programs.by_checkout.items()
+    for name, program in programs.items()
   }
   seconds = timing.in_turn(runs, rounds, calls)
   return [timing.median(each) for each in seconds.values()], same

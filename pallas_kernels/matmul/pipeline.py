@@ -253,6 +253,7 @@ def launch(
   into: Sequence[Array] = (),
   beside: Transfer | None = None,
   reads_beside: bool = False,
+  claims: Callable[[Sequence[Any]], Array] | None = None,
 ) -> tuple[list[Array], Any]:
   """Runs a kernel of persistent blocks around a ring, and a transfer beside it.
 
@@ -275,6 +276,8 @@ def launch(
       them first, so that on no rank they wait for blocks that multiply. The last of these start
       where the transfer's have ended, and claim what is left.
     reads_beside: whether the body reads the transfer's results. It has to wait for each slot.
+    claims: whether blocks claim their tiles even if no transfer runs beside, as references to the
+      operands say. ``None``: they do not.
 
   Returns:
     The results, and the transfer's.
@@ -302,20 +305,23 @@ def launch(
     views, full, free, both, *queue = rest
     *views, buffers = views if beside else (*views, ())
     block, barriers = lax.axis_index(_BLOCK_AXIS), (full, free, both)
-    in_turn = InTurn(block, tuning.clusters)
+    dealt = InTurn(block, tuning.clusters)
+    rides = ride.has_work(ride_inputs) if beside else jnp.bool_(False)
+    if queue:
+      counter = pl.get_global(plgpu.SemaphoreType.REGULAR(deal.COUNTER))
+      claimed = rides if claims is None else rides | claims(inputs)
+      dealt = Claims(counter, dealt, claimed, *queue)
     if not beside:
-      body(inputs, outs, views, *barriers, in_turn)
+      body(inputs, outs, views, *barriers, dealt)
       return
-    semaphores, rides = ride.semaphore_refs(), ride.has_work(ride_inputs)
-    counter = pl.get_global(plgpu.SemaphoreType.REGULAR(deal.COUNTER))
-    claims = Claims(counter, in_turn, rides, *queue)
+    semaphores = ride.semaphore_refs()
     arrivals = tiles.Arrivals(semaphores, ride.tuning)
     brought = (ride_outs, arrivals) if reads_beside else ()
     ride_refs = ride_inputs, ride_outs, ride_scratch, buffers, semaphores
     # Without work there, the last blocks are too many: the first ones take their place.
     cond(
       lax.select(rides, block >= riding, block < tuning.clusters),
-      lambda: body(inputs, outs, views, *barriers, claims, *brought),
+      lambda: body(inputs, outs, views, *barriers, dealt, *brought),
       lambda: when(rides)(lambda: ride.body(*ride_refs)),
     )
 
@@ -341,7 +347,7 @@ def launch(
         collective_axes=(_CLUSTER_AXIS,), num_arrivals=tile.strips, num_barriers=tuning.stages
       ),
       plgpu.Barrier(num_arrivals=MULTIPLYING),
-      *(deal.queue_types() if beside else ()),
+      *(deal.queue_types() if beside or claims else ()),
     ],
     compiler_params=plgpu.CompilerParams(
       # Only this lowering lets two views name one memory.

@@ -15,6 +15,7 @@ and a slot without rows gets zeros, which the loading warpgroup writes beside (`
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,11 +39,12 @@ from pallas_kernels.matmul.layout import (
 )
 from pallas_kernels.matmul.pipeline import Ring, Work
 from pallas_kernels.matmul.zeros import Zeros
-from pallas_kernels.sums import sum_lines
+from pallas_kernels.sums import ceil_div, sum_lines
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.warp.branches import for_size, when
 
+_UNEVEN = 4  # times the mean: a group so large makes it worth while to claim tiles
 _CLEARED = 32  # rows made zero at a time: four tiles, one for each warp
 # A float32 tile takes a while to store: one warpgroup does while the other multiplies.
 IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
@@ -136,6 +138,8 @@ def wgrad_beside(
     if into_MKN.dtype != dtype:
       raise ValueError(f"into_MKN: expected {dtype}, got {into_MKN.dtype}")
   slots = [n for n in (num_home, num_replica) if n]
+  # Where all blocks have equally many tiles of each group, none makes up for another.
+  differ = math.prod(_tiles_of_slot(depth, cols, tile, tuning)) % tuning.clusters
   grads, transferred = pipeline.launch(
     functools.partial(_body, num_home=num_home, adds=adds, tile=tile, tuning=tuning),
     *(inner_steps(group_size_P, num_home, filled_S, adds), rows_CK, grad_CN),
@@ -154,6 +158,7 @@ def wgrad_beside(
     kernel_name="grouped_matmul_wgrad",
     into=(into_MKN,) if adds else (),
     beside=transfer,
+    claims=_is_uneven if differ and tuning.cluster == 1 else None,
   )
   replica = grads[1] if num_replica else jnp.zeros((0, depth, cols), dtype)
   return (grads[0], replica), transferred
@@ -168,9 +173,9 @@ def inner_steps(
   have rows of others, which must add nothing.
 
   Returns:
-    ``[7, P]`` int32, the largest group first: slot, first row of the first stage, rows from there
+    ``[8, P]`` int32, the largest group first: slot, first row of the first stage, rows from there
     to the group, to its end, and to the end of all groups; and in the last lines the number of
-    slots with rows, and of slots to write.
+    slots with rows, of slots to write, and of steps.
   """
   slot_P = jnp.arange(group_size_P.shape[0], dtype=jnp.int32)
   some_P = jnp.ones(group_size_P.shape, bool)
@@ -188,12 +193,32 @@ def inner_steps(
   before_P = lax.rem(start_P, jnp.int32(TILE_ROWS))
   ranked_PP = rank_P[None, :] == slot_P1
   first_P = start_P - before_P
-  lines = slot_P, first_P, before_P, before_P + group_size_P, used_P - first_P
+  end_P = before_P + group_size_P
+  lines = slot_P, first_P, before_P, end_P, used_P - first_P
+  of_all = size_P > 0, filled_P, jnp.where(size_P > 0, ceil_div(end_P, DEPTH), 0)
   return sum_lines(
     *(jnp.where(ranked_PP, line_P[None, :], 0) for line_P in lines),
-    jnp.broadcast_to((size_P > 0)[None, :].astype(jnp.int32), ranked_PP.shape),
-    jnp.broadcast_to(filled_P[None, :].astype(jnp.int32), ranked_PP.shape),
+    *(jnp.broadcast_to(x_P[None, :].astype(jnp.int32), ranked_PP.shape) for x_P in of_all),
   )
+
+
+def _tiles_of_slot(height: int, width: int, tile: Tile, tuning: MatmulTuning) -> tuple[int, int]:
+  """How many there are down, and across: of those, clusters of blocks compute some together."""
+  return -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
+
+
+def _is_uneven(inputs: Sequence[Any]) -> Array:
+  """Whether the largest group has many times the steps of the mean one.
+
+  Dealt in turn, some blocks have a tile more of it than others. Where tiles are claimed, smaller
+  ones make up for that later. Where they are alike, blocks that claim them do not end together.
+  """
+  table, *_ = inputs
+  return _steps(table[3, 0]) * table[5, 0] > _UNEVEN * table[7, 0]
+
+
+def _steps(end: Array) -> Array:
+  return lax.div(end + (DEPTH - 1), jnp.int32(DEPTH))
 
 
 def _body(
@@ -212,7 +237,7 @@ def _body(
 ) -> None:
   (table, rows, grad), (lhs, rhs, staged, piece) = inputs, views[0]
   height, width = outs[0].shape[1:]
-  num_rows, num_cols = -(-height // tile.rows), -(-width // tile.cols) // tuning.cluster
+  num_rows, num_cols = _tiles_of_slot(height, width, tile, tuning)
   slot_tiles = num_rows * num_cols
   strip, me = pipeline.strip_index(tile), pipeline.warpgroup()
   ring = Ring(full, free, tuning.stages)
@@ -228,7 +253,7 @@ def _body(
     first_col = (col * tuning.cluster + rank) * tile.cols
     col = lax.min(first_col, jnp.int32(width - tile.cols))
     slot, first_row, begin, end, grouped = (table[line, index] for line in range(5))
-    steps = lax.div(end + DEPTH - 1, jnp.int32(DEPTH))
+    steps = _steps(end)
     overlap = (first_col - col,) if adds else ()
     return Work(steps, (slot, first_row, begin, end, grouped, row * tile.rows, col, *overlap))
 

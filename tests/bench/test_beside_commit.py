@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import beside_commit
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from grouped_rows import IN_TURNS, interpreted
 
@@ -52,19 +52,20 @@ def test_a_folder_without_packages(tmp_path):
 def test_bits_are_compared(other, alike):
   if not alike:  # half of each group's rows
     path = other / "pallas_kernels/matmul/wgrad.py"
-    replace(path, "before_P + group_size_P, used_P", "before_P + group_size_P // 2, used_P")
+    replace(path, "before_P + group_size_P\n", "before_P + group_size_P // 2\n")
   small = SimpleNamespace(find=lambda *_: IN_TURNS)
   modules = {"other": beside_commit.imported(other).problems, "this": matmul_problems}
   checkouts = {name: beside_commit.Checkout(each, small) for name, each in modules.items()}
   with interpreted():
-    programs = beside_commit.compiled(checkouts, "wgrad up", SHAPE)
-    assert [*beside_commit.called_once(programs, np.array([100, 50, 0, 60]))] == ["other", "this"]
-    seconds, same = beside_commit.measured(programs, np.array([100, 50, 0, 60]), rounds=1, calls=1)
+    [programs] = beside_commit.compiled(checkouts, [(SHAPE, "wgrad up")], workers=2)
+    sizes = jnp.array([100, 50, 0, 60], jnp.int32)
+    operands = beside_commit.operands_of(beside_commit.problem_of("wgrad up", SHAPE))
+    seconds, same = beside_commit.measured(programs, [*operands, sizes], rounds=1, calls=1)
   assert len(seconds) == 2 and min(seconds) > 0
   assert same == alike
 
 
-@pytest.mark.parametrize("groups", beside_commit.SKEWS)
+@pytest.mark.parametrize("groups", beside_commit.GROUPS)
 def test_sizes_are_of_all_slots(groups):
   sizes = beside_commit.sizes_of("128x64x6x256", groups)
   assert sizes.shape == (6,) and 252 <= sizes.sum() <= 256
@@ -72,7 +73,7 @@ def test_sizes_are_of_all_slots(groups):
 
 
 def test_a_row_for_each_matmul_and_kind_of_groups(other, monkeypatch, capsys):
-  monkeypatch.setattr(beside_commit, "compiled", lambda checkouts, *_: list(checkouts))
+  monkeypatch.setattr(beside_commit, "compiled", lambda _, cases, **__: [{}] * len(cases))
   monkeypatch.setattr(beside_commit, "measured", lambda *_: ([2e-3, 1e-3], True))
   kinds = "--problems gated sum --groups equal wide --shapes"
   beside_commit.main([str(other), *kinds.split(), SHAPE])
@@ -82,9 +83,11 @@ def test_a_row_for_each_matmul_and_kind_of_groups(other, monkeypatch, capsys):
 
 
 def test_each_is_called_once_for_a_profiler(other, monkeypatch, capsys):
-  monkeypatch.setattr(beside_commit, "compiled", lambda checkouts, *_: list(checkouts))
-  monkeypatch.setattr(beside_commit, "called_once", lambda programs, _: programs)
+  called = []
+  programs = {name: lambda *_, name=name: called.append(name) for name in ("other", "this")}
+  monkeypatch.setattr(beside_commit, "compiled", lambda _, cases, **__: [programs] * len(cases))
   kinds = "--once --problems gated --groups equal wide --shapes"
   beside_commit.main([str(other), *kinds.split(), SHAPE])
   expected = [f"{SHAPE} gated {g} {w}" for g in ("equal", "wide") for w in ("other", "this")]
   assert capsys.readouterr().out.splitlines() == expected
+  assert called == ["other", "this"] * 2

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import mosaic_interpret
 import numpy as np
 import pytest
 from grouped_rows import (
@@ -23,6 +24,7 @@ from grouped_rows import (
 )
 from hypothesis import example, given
 
+from pallas_kernels.matmul import layout
 from pallas_kernels.matmul import wgrad as module
 from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad
@@ -82,9 +84,10 @@ def test_inner_steps_begin_where_tma_can_and_hold_their_group(sizes):
   end = np.cumsum(sizes)
   assert sorted(table[0]) == list(range(SLOTS))
   assert list(sizes[table[0]]) == sorted(sizes, reverse=True)
-  for slot, first, begin, end_in_steps, grouped, with_rows, count in table.T:
+  all_steps = sum(-(-end // 64) for _, _, _, end, *_ in table.T[: np.sum(sizes > 0)])
+  for slot, first, begin, end_in_steps, grouped, with_rows, count, steps in table.T:
     assert first % 8 == 0 and begin < 8 and first + grouped == sum(sizes)
-    assert (with_rows, count) == (np.sum(sizes > 0), SLOTS)
+    assert (with_rows, count, steps) == (np.sum(sizes > 0), SLOTS, all_steps)
     assert (first + begin, first + end_in_steps) == (end[slot] - sizes[slot], end[slot])
 
 
@@ -103,7 +106,7 @@ def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None, 
   filled = None if filled is None else jnp.array(filled)
   home, replica = run(rows, grad, jnp.array(sizes), filled_S=filled)
   assert home.shape == (num_home, depth, cols)
-  assert replica.shape == (4 - num_home, depth, cols)
+  assert replica.shape == (len(sizes) - num_home, depth, cols)
   rows, grad = np.asarray(rows, np.float32), np.asarray(grad, np.float32)
   expected = np.stack([rows[span].T @ grad[span] for span in spans(sizes)])
   if filled is not None:
@@ -126,6 +129,47 @@ def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None, 
 def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, dtype):
   with interpreted():
     check(sizes, tuning, num_home, depth, cols, dtype=dtype)
+
+
+# One of 15 steps among others of one; none with as many as four times the mean.
+@pytest.mark.parametrize(
+  ("sizes", "claimed"),
+  [([30, 900, 1, 0, 20, 9, 2, 5], True), ([200, 400, 90, 0, 70, 80, 50, 60], False)],
+)
+@pytest.mark.parametrize(
+  ("tuning", "num_home", "cols", "dtype"),
+  [
+    (TOGETHER, 8, 192, jnp.float32),
+    (IN_TURNS, 6, 192, jnp.bfloat16),
+    (IN_PAIRS, 8, 512, jnp.bfloat16),
+  ],
+)
+def test_tiles_of_uneven_groups_are_claimed(
+  sizes, claimed, tuning, num_home, cols, dtype, monkeypatch
+):
+  """Each once, and one more than there are by each block. Clusters do not claim."""
+  takes, effects = [], mosaic_interpret._EFFECTS
+  take = effects["take_one"]
+  monkeypatch.setitem(effects, "take_one", lambda *args: takes.append(args) or take(*args))
+  with interpreted():
+    check(sizes, tuning, num_home, 320, cols, capacity=1000, dtype=dtype)
+  tile = layout.choose_tile(320, cols, 1, tuning)
+  tiles = 7 * -(-320 // tile.rows) * -(-cols // tile.cols)
+  assert len(takes) == (tiles + tuning.blocks if claimed and tuning.cluster == 1 else 0)
+
+
+def test_tiles_that_all_blocks_have_alike_are_not_claimed(monkeypatch):
+  launched = []
+
+  def launch(*_, claims, out_type, **__):
+    launched.append(claims)
+    return [jnp.zeros(each.shape, each.dtype) for each in out_type], None
+
+  monkeypatch.setattr(module.pipeline, "launch", launch)
+  for blocks in (2, 3, 4):
+    run = functools.partial(grouped_matmul_wgrad, num_home=8, tuning=MatmulTuning(blocks=blocks))
+    jax.eval_shape(run, shape(1000, 512), shape(1000, 256), shape(8, dtype=jnp.int32))
+  assert [claims is None for claims in launched] == [True, False, True]
 
 
 # Groups that end one row before, at, and one row behind a border of parts of their last stage.
