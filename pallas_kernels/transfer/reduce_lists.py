@@ -101,11 +101,37 @@ def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> 
   node, begin = unrolled(sizes.sources, count, (own * 0, own * 0))
   put_at(shared.begin, it.index, begin, place < sizes.sources)
   parent = where(it.is_home, it.index * 0 - 1, lookup(slots.links.parent, it.slot))
-  values = {Fields.SOURCE: it.index, Fields.PARENT: parent, Fields.END: begin + it.children}
+  values = {
+    Fields.SOURCE: it.index,
+    Fields.PARENT: parent,
+    Fields.END: begin + it.children,
+    Fields.TARGET: where(it.is_home, _once(it.children), _target(slots, it)),
+  }
   add_at(fields_ref, it.index * 0 + Fields.COUNT, 1, it.used)
   num_nodes = num_nodes_of(sizes.ranks, sizes.slots, sizes.home)
   for column, value in values.items():
     put_at(fields_ref, Fields.node(num_nodes, where(it.used, node, 0), column), value, it.used)
+
+
+def _once(count: Array) -> Array:
+  """0 if it is 1, else −1."""
+  return where(count == 1, count - 1, count * 0 - 1)
+
+
+def _target(slots: Slots, it: _Source) -> Array:
+  """The home expert that a slot adds to by itself, or −1."""
+  links, sizes = slots.links, slots.sizes
+  expert, parent = (lookup(link, it.slot) for link in (links.expert, links.parent))
+
+  def of_home(index: Array) -> Array:
+    return lookup(links.feeder, index) < 0
+
+  def count(other: Array, found: Array) -> Array:
+    other = thread_index() * 0 + other
+    return found + ones(of_home(other) & (lookup(links.expert, other) == expert))
+
+  alike = unrolled(sizes.items, count, it.slot * 0)
+  return where(of_home(it.slot) & (alike == 1), expert - parent * sizes.home, it.slot * 0 - 1)
 
 
 def _write_child(shared: Shared, slots: Slots, fields_ref: Any, item: Item) -> None:

@@ -7,6 +7,8 @@ copies went from rank 0 to 1, and from there to 2 and 3::
   rank 1  slot, to rank 0  children: those of ranks 2 and 3
   rank 2  slot, to rank 1  none
 
+The home has one child. So rank 1 adds its sum to the home's memory by itself, and rank 0 waits.
+
 Here XLA makes the list. Where slots are not too many, ``lists`` makes all of a layer's in a kernel.
 """
 
@@ -27,7 +29,9 @@ class Fields:
   """
 
   COUNT = 0
-  SOURCE, PARENT, END = range(3)  # home expert or M + slot; rank, of a slot; of its children
+  # Home expert or M + slot; rank, of a slot; of its children; and of the only child of a home, the
+  # home expert that it adds to by itself, and of that home 0. Of all others −1.
+  COLUMNS = SOURCE, PARENT, END, TARGET = range(4)
 
   @classmethod
   def node(cls, num_nodes: int, index: Any, column: int) -> Any:
@@ -35,7 +39,7 @@ class Fields:
 
   @classmethod
   def child(cls, num_nodes: int, index: Any) -> Any:
-    return 1 + 3 * num_nodes + index
+    return 1 + len(cls.COLUMNS) * num_nodes + index
 
   @classmethod
   def length(cls, num_ranks: int, num_slots: int, num_home: int) -> int:
@@ -64,10 +68,15 @@ def work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home:
   children_Q = jnp.sum(source_Q[:, None] == source_N[None, :], axis=1, dtype=jnp.int32)
   earlier_NN = (source_N[None, :] == source_N[:, None]) & (slot_N[None, :] < slot_N[:, None])
   earlier_N = jnp.sum(earlier_NN, axis=1, dtype=jnp.int32)  # of the same source
+  of_home_N = tree.filled_N & (tree.feeder_N < 0)
+  like_NN = tree.expert_N[:, None] == tree.expert_N[None, :]
+  like_N = jnp.sum(like_NN & of_home_N[None, :], axis=1, dtype=jnp.int32)
+  target_N = tree.expert_N - tree.parent_N * num_home
+  target_N = jnp.where(of_home_N & (like_N == 1), target_N, -1)
 
-  def own(slots_N: Array, of_homes: int | bool) -> Array:
+  def own(slots_N: Array, of_homes: Array | int | bool) -> Array:
     """Per source: a value for all homes, this rank's part of ``slots_N`` for its slots."""
-    homes_M = jnp.full(num_home, of_homes, slots_N.dtype)
+    homes_M = jnp.broadcast_to(jnp.asarray(of_homes, slots_N.dtype), num_home)
     return jnp.concatenate([homes_M, slots_N.reshape(num_ranks, num_slots)[rank]])
 
   used_Q = own(tree.filled_N, False) | (children_Q > 0)
@@ -82,7 +91,9 @@ def work_list(replica_expert_GS: Array, parent_GS: Array, rank: Array, num_home:
   length = Fields.length(num_ranks, num_slots, num_home)
   field_L1 = jnp.arange(length, dtype=jnp.int32)[:, None]
   field_LQ = jnp.where(field_L1 == Fields.COUNT, used_Q.astype(jnp.int32)[None, :], 0)
-  columns = source_Q, own(tree.parent_N, -1), begin_Q + children_Q  # as of ``Fields``
+  target_Q = own(target_N, jnp.where(children_Q[:num_home] == 1, 0, -1))
+  parent_Q, end_Q = own(tree.parent_N, -1), begin_Q + children_Q
+  columns = source_Q, parent_Q, end_Q, target_Q  # as of ``Fields``
   for column, value_Q in enumerate(columns):
     here_Q = jnp.where(used_Q, Fields.node(num_nodes, place_Q, column), -1)
     field_LQ = jnp.where(field_L1 == here_Q[None, :], value_Q[None, :], field_LQ)

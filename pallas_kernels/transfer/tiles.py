@@ -141,24 +141,6 @@ def cut(
   return tiles
 
 
-def quarters(tiles: Sequence[Tiles], ranges: Sequence[tuple[int, int]]) -> list[Tiles]:
-  """Those of some quarters of each array; ranges that follow each other leave none out.
-
-  Args:
-    tiles: of whole arrays.
-    ranges: by array, the first quarter and the one behind the last, from 0 to 4.
-  """
-  chosen: list[Tiles] = []
-  before = 0
-  for each in tiles:
-    first, end = (each.count * quarter // 4 for quarter in ranges[each.array])
-    if end > first:
-      start = each.start + first * each.length
-      chosen.append(dataclasses.replace(each, start=start, count=end - first, before=before))
-      before += chosen[-1].runs
-  return chosen
-
-
 _MOVABLE = tuple(
   jnp.dtype(name)
   for name in (

@@ -77,7 +77,7 @@ class Replicas:
     self.filled_S = lambda: jnp.ones(copies.wo.shape[0], bool)
     self.copies = lambda: copies
     self.copying = lambda arrays, which, flat=True: None
-    self.reducing = lambda replica_grads, home_grads, quarters: None
+    self.reducing = lambda replica_grads, home_grads: None
 
   def reduce(self, replica_grads, home_grads):
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), home_grads, replica_grads)

@@ -1,32 +1,32 @@
-"""Which parts of gradients travel beside which matmul."""
+"""Which gradients travel beside which matmul."""
 
 import itertools
 
 import jax.numpy as jnp
 import pytest
 
-from ultraep_jax.compute.homeward import _HOME_AFTER, Homeward
+from ultraep_jax.compute.homeward import Homeward
 
 BIASES = [(jnp.full(3, 1000.0), jnp.full(3, 7.0))]
 
 
 class Replicas:
-  """Adds a copy's gradient to its home's, each quarter on its own.
+  """Adds copies' gradients to their homes'.
 
   Attributes:
-    moves: whether a kernel does, given what it is asked for.
-    asked: quarters that transfers had.
+    moves: whether a kernel does, given the gradients of copies.
+    asked: sizes of what transfers had.
+    reduced: gradients that were reduced without a matmul beside.
   """
 
-  def __init__(self, moves=lambda quarters: True):
+  def __init__(self, moves=lambda copies: True):
     self.moves, self.asked, self.reduced = moves, [], 0
 
-  def reducing(self, copies, homes, quarters):
-    if not self.moves(quarters):
+  def reducing(self, copies, homes):
+    if not copies or not self.moves(copies):
       return None
-    self.asked.append(quarters)
-    pairs = zip(copies, homes, quarters, strict=True)
-    return [home.at[..., first:end].add(c[..., first:end]) for c, home, (first, end) in pairs]
+    self.asked.append([int(c[0]) for c in copies])
+    return [home + c for c, home in zip(copies, homes, strict=True)]
 
   def reduce(self, copies, homes):
     self.reduced += len(homes)
@@ -37,11 +37,11 @@ def gradients(of):
   return jnp.arange(4.0) + 10 * of, jnp.full(4, 100.0 * (of + 1))
 
 
-def run(replicas, projections, biases, adds=False):
-  """As backward does it; the transfer is what it brings."""
-  homeward = Homeward(replicas, projections, (gradients(0),))
+def run(replicas, projections, biases, skipped=0):
+  """As backward does it; the transfer is what it brings. Beside the first ones nothing travels."""
+  homeward = Homeward(replicas, (gradients(0),))
   for of in range(1, projections + 1):
-    homeward = homeward.then(gradients(of), None if adds else homeward.next())
+    homeward = homeward.then(gradients(of), None if of <= skipped else homeward.next())
   return [each.tolist() for each in homeward.totals(biases, homeward.last(biases))]
 
 
@@ -50,31 +50,34 @@ def expected(projections, biases):
   return [(home + copy).tolist() for home, copy in pairs]
 
 
-@pytest.mark.parametrize("projections", [1, 2])
-def test_in_the_end_all_are_home(projections):
-  """None of them leaves before it is made, and none goes back."""
-  *_, last = steps = _HOME_AFTER[projections]
-  assert [len(home) for home in steps] == list(range(1, projections + 2))
-  assert set(last) == {4}
-  for before, after in itertools.pairwise(steps):
-    assert all(a <= b for a, b in zip(before, after, strict=False))
+@pytest.mark.parametrize(
+  ("projections", "skipped", "asked"),
+  [
+    (1, 0, [[100], [200]]),
+    (2, 0, [[100], [200], [300]]),
+    (2, 1, [[100], [200, 300]]),  # beside the first, copies travel
+    (2, 2, [[100, 200, 300]]),
+  ],
+)
+def test_each_travels_once_beside_what_comes_after_it(projections, skipped, asked):
+  replicas = Replicas()
+  assert run(replicas, projections, [], skipped) == expected(projections, [])
+  assert replicas.asked == asked and replicas.reduced == 0
 
 
 @pytest.mark.parametrize("biases", [[], BIASES])
 @pytest.mark.parametrize("projections", [1, 2])
 @pytest.mark.parametrize("refused", list(itertools.product([False, True], repeat=2)))
-def test_what_no_transfer_took_travels_with_the_next(refused, projections, biases):
-  """A tiny gradient has no tiles in some of its quarters, say."""
+def test_what_no_transfer_took_travels_with_the_last(refused, projections, biases):
   answers = iter([*refused[:projections], False])
-  replicas = Replicas(lambda quarters: not next(answers))
+  replicas = Replicas(lambda copies: not next(answers))
   assert run(replicas, projections, biases) == expected(projections, biases)
   assert replicas.reduced == 0
 
 
 @pytest.mark.parametrize("projections", [1, 2])
 def test_biases_that_no_kernel_takes_are_reduced_alone(projections):
-  answers = iter([*[True] * projections, False, True])
-  replicas = Replicas(lambda quarters: next(answers))
+  replicas = Replicas(lambda copies: len(copies[-1]) == 4)
   assert run(replicas, projections, BIASES) == expected(projections, BIASES)
   assert replicas.reduced == len(BIASES)
 
@@ -82,18 +85,13 @@ def test_biases_that_no_kernel_takes_are_reduced_alone(projections):
 @pytest.mark.parametrize("biases", [[], BIASES])
 @pytest.mark.parametrize("projections", [1, 2])
 def test_without_kernels_all_are_reduced_at_the_end(projections, biases):
-  replicas = Replicas(lambda quarters: False)
+  replicas = Replicas(lambda copies: False)
   assert run(replicas, projections, biases) == expected(projections, biases)
   assert replicas.reduced == projections + 1 + len(biases)
 
 
-def test_a_rest_that_nothing_brings_is_an_error():
+def test_what_the_last_transfer_refuses_is_reduced():
   answers = iter([True, True, False, False])
-  with pytest.raises(NotImplementedError, match="gradients: expected a transfer"):
-    run(Replicas(lambda quarters: next(answers)), 2, BIASES)
-
-
-def test_where_nothing_travelled_before_all_travels_at_last():
-  replicas = Replicas()
-  assert run(replicas, 2, BIASES, adds=True) == expected(2, BIASES)
-  assert replicas.asked[-1] == [(0, 4)] * 4
+  replicas = Replicas(lambda copies: next(answers))
+  assert run(replicas, 2, BIASES) == expected(2, BIASES)
+  assert replicas.reduced == 2

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 )
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.transfer import reduce_kernel
 
 _SIGNALS = (pallas.semaphore_signal_p, gpu_primitives.semaphore_signal_p)
 _WAITS = (pallas.semaphore_wait_p, gpu_primitives.semaphore_wait_p)
@@ -66,13 +69,19 @@ def interpreted(patience: float = 20.0) -> Iterator[None]:
   _faults.clear()
   interpret_pallas_call.reset_gpu_interpret_mode_state()
   try:
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), _adding():
       yield
       jax.effects_barrier()  # until all devices are done
   except BaseException:
     dispatch.runtime_tokens.clear()  # else every later computation fails too
     raise
   assert not _faults, _faults
+
+
+def _adding() -> Any:
+  """Tiles are added to others' memory by a copy that adds, which a GPU cannot aim at any peer."""
+  add = functools.partial(plgpu.copy_smem_to_gmem, reduction_op="add", commit_group=False)
+  return mock.patch.object(reduce_kernel, "add_to", add)
 
 
 @functools.cache

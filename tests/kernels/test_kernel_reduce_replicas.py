@@ -15,7 +15,7 @@ from mosaic_interpret import interpreted
 from placements import CROSSING, PLANS, placements
 from programs import count_reaching
 
-from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
+from pallas_kernels.transfer.reduce_replicas import reduce_replicas
 from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of, work_list
 from pallas_kernels.transfer.tuning import TransferTuning
 
@@ -81,24 +81,27 @@ def test_sums_exactly(name, dtype):
   assert_summed(sums, replicas, homes, name)
 
 
-def test_one_transfer_does_what_another_has_left():
-  """Quarters of two arrays whose tiles do not divide by four, and one of a single tile."""
-  replicas, homes = gradients("chain", (7, 1024), (5, 1024), (8,))
-  options = {"axis_name": "expert", "tuning": TransferTuning(blocks=1, workers=2, tile_bytes=4096)}
-
-  def some(replicas, homes, *plan, quarters):
-    return reduction(replicas, homes, *plan, **options, quarters=quarters).launch()
-
-  def in_two(replicas, homes, *plan):
-    first = some(replicas, homes, *plan, quarters=[(0, 3), (0, 2), (0, 0)])
-    assert reduction(replicas, homes, *plan, **options, quarters=[(0, 0)] * 3) is None
-    return some(replicas, first, *plan, quarters=[(3, 4), (2, 4), (0, 4)])
-
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_two_ranks_nobody_sends_to_an_inbox(dtype):
+  """Both have copies of the other's. Tiles of one half and of two, in turn for each worker."""
+  rng = np.random.default_rng(0)
+  shapes, plan = ((9, 1024), (8,), (3, 1024)), np.array([[[3, -1], [-1, 0]], [[1, -1], [-1, 0]]])
+  replicas, homes = (
+    [jnp.asarray(rng.integers(-31, 31, (2 * count, *shape)), dtype) for shape in shapes]
+    for count in (SLOTS, HOME)
+  )
+  function = functools.partial(
+    reduce_replicas, axis_name="expert", tuning=TransferTuning(blocks=1, workers=2, tile_bytes=4096)
+  )
   specs = P("expert"), P("expert"), P(), P()
-  run = jax.shard_map(in_two, mesh=mesh(), in_specs=specs, out_specs=P("expert"), check_vma=False)
+  run = jax.shard_map(function, mesh=mesh((2, "expert")), in_specs=specs, out_specs=P("expert"))
   with interpreted():
-    sums = jax.jit(run)(replicas, homes, *plan("chain"))
-  assert_summed(sums, replicas, homes, "chain")
+    sums = jax.jit(run)(replicas, homes, *jnp.asarray(plan, jnp.int32))
+  for got, replica, home in zip(sums, replicas, homes, strict=True):
+    want = np.array(home, np.float32)
+    want[3] += np.asarray(replica[0], np.float32)
+    want[0] += np.asarray(replica[3], np.float32)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -270,15 +273,14 @@ def jitted_work_list(replica_GS, parent_GS, rank, home):
 
 
 def decoded(work, ranks, slots, home):
-  """Nodes in order: source, parent and children."""
+  """Nodes in order: source, parent, children and target."""
   nodes, begin, size = [], 0, num_nodes_of(ranks, slots, home)
   for index in range(work[Fields.COUNT]):
-    source, parent, end = (
-      int(work[Fields.node(size, index, column)])
-      for column in (Fields.SOURCE, Fields.PARENT, Fields.END)
+    source, parent, end, target = (
+      int(work[Fields.node(size, index, column)]) for column in Fields.COLUMNS
     )
     children = [int(work[Fields.child(size, i)]) for i in range(begin, end)]
-    nodes.append((source, parent, children))
+    nodes.append((source, parent, children, target))
     begin = end
   return nodes
 
@@ -300,13 +302,18 @@ def test_work_lists_count_every_slot_once_and_never_wait_for_ever(placement):
   inbox = {}  # slot: the tiles on their way to its parent, sets of what is summed
   acknowledged = np.zeros(ranks * slots, int)
   totals = [{} for _ in range(tiles)]
+  ended = {}  # slot: those that add to a home by themselves and are done
 
   def run(rank):
-    for tile, (source, parent, children) in itertools.product(range(tiles), lists[rank]):
+    for tile, (source, parent, children, target) in itertools.product(range(tiles), lists[rank]):
       slot = rank * slots + source - home
       total = [rank * home + source] if source < home else [slot]
       assert children == sorted(children)
-      if source >= home and tile >= 2:
+      if source < home:
+        assert (target == 0) == (len(children) == 1)
+        if target == 0:
+          continue
+      elif target < 0 and tile >= 2:
         while not acknowledged[slot]:
           yield "waits"
         acknowledged[slot] -= 1
@@ -318,14 +325,22 @@ def test_work_lists_count_every_slot_once_and_never_wait_for_ever(placement):
         total += sent
       if source < home:
         totals[tile][rank * home + source] = total[1:]
+      elif target >= 0:
+        assert parent * home + target == replica_GS.flat[slot]
+        totals[tile][parent * home + target] = total
       else:
         assert parent == parent_GS.flat[slot]
         inbox.setdefault(slot, []).append((tile, total))
         assert len(inbox[slot]) <= 2
       acknowledged[children] += tile + 2 < tiles
+    for source, _, children, target in lists[rank]:
+      if source >= home and target >= 0:
+        ended[rank * slots + source - home] = True
+      while source < home and target == 0 and children[0] not in ended:
+        yield "waits"
 
   running = {rank: run(rank) for rank in range(ranks)}
-  for _ in range(2 * tiles * ranks * slots + 1):
+  for _ in range(2 * tiles * ranks * slots + 3):
     running = {rank: steps for rank, steps in running.items() if next(steps, None)}
   assert not running
   assert not acknowledged.any() and not any(inbox.values())

@@ -29,21 +29,6 @@ def test_tiles_cover_rows_and_are_dealt_evenly(rows, num_workers):
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), min_size=1), st.integers(1, 9))
-def test_quarters_that_follow_each_other_are_all_tiles(rows, num_workers):
-  arrays = [np.zeros((1, 16 * units), np.int8) for units, _ in rows]
-  cuts = tiles.cut("arrays", arrays, TransferTuning(blocks=1, workers=1, tile_bytes=256))
-  parts = (
-    tiles.quarters(cuts, [(0, border) for _, border in rows]),
-    tiles.quarters(cuts, [(border, 4) for _, border in rows]),
-  )
-  covered = [np.zeros(array.size, int) for array in arrays]
-  for part in parts:
-    check_dealt(part, covered, num_workers, whole=False)
-  assert all((each == 1).all() for each in covered)
-
-
-@settings(max_examples=40)
 @given(
   st.lists(
     st.tuples(
@@ -107,11 +92,8 @@ def test_tiles_have_room_for_every_dtype():
     tiles.cut("arrays", arrays, TransferTuning(tile_bytes=256))
 
 
-def check_dealt(cuts, covered, num_workers, whole=True):
-  """Workers visit every place once, and as many tiles each but for one; ``covered`` is zeros.
-
-  Not ``whole``, they visit some places, which are added to ``covered``.
-  """
+def check_dealt(cuts, covered, num_workers):
+  """Workers visit every place once, and as many tiles each but for one; ``covered`` is zeros."""
   dealt = np.zeros(num_workers, int)
   for tile in cuts:
     for worker in range(num_workers):
@@ -119,7 +101,7 @@ def check_dealt(cuts, covered, num_workers, whole=True):
         assert count == 1
         covered[tile.array][offset : offset + tile.length] += 1
         dealt[worker] += 1
-  assert not whole or all((array == 1).all() for array in covered)
+  assert all((array == 1).all() for array in covered)
   assert np.ptp(dealt) <= 1
 
 

@@ -214,7 +214,7 @@ def test_copies_are_sent_by_the_rows_of_their_ranks(remade):
   rows = [rows for rows, flat in seen if not flat]
   assert len(rows) >= 3  # also backward
   assert {(each.shape, each.dtype) for each in rows} == {((4,), jnp.dtype(jnp.int32))}
-  assert [rows for rows, flat in seen if flat] == [None]  # beside the gradient of wo
+  assert [rows for rows, flat in seen if flat] == [None] * 2  # beside gradients of wo and gate
 
 
 def test_copies_have_no_kernel_of_their_own(remade):

@@ -131,11 +131,13 @@ def test_training_sends_copies_twice_and_gradients_home(beside, fused, dtype, sl
   home *= 2 if dtype == "bfloat16" else 4
   delay = 0.25 * sent + 0.5 * sent + 0.75 * home if beside else 2 * sent + home
   slots = sum(costs.slot_seconds(device, *shape) for shape in shapes)
-  # Of backward's six matmuls copies of gate and up have one, gradients four; or three if fused.
+  # Of backward's six matmuls copies of gate and of up have one each, or one if fused; gradients
+  # have three.
   matmul = costs.row_seconds(device, *shapes[1]) / 6
   # Of copies 1.73 times as much may travel as that lasts, of gradients 1.15 times.
-  limits = [(2 * sent + home) / row, (2 / 3 * sent + 21.2e-6) / matmul / 1.73]
-  limits.append((home + 1.5e-5) / matmul / (3 if fused else 4) / 1.15)
+  together = 2 if fused else 1
+  limits = [(2 * sent + home) / row, together * (sent / 3 + 10.6e-6) / matmul / 1.73]
+  limits.append((home + 1.5e-5) / matmul / 3 / 1.15)
   link_rows = round(max(limits)) if beside else 0
   assert got.training == PlanCost(round(delay / row), 1000, link_rows, round(0.7 * slots / row))
 

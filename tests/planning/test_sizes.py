@@ -230,8 +230,8 @@ def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
     ({}, 512, 4, True, False),  # a likely load gains nothing, and the worst not much
     ({}, 512, 8, False, True),  # the worst does
     ({}, 128, 8, True, False),
-    ({}, 128, 16, True, False),  # nearly all are held in any case
-    ({}, 512, 16, False, True),  # they would be many times a rank's own
+    ({}, 64, 16, True, False),  # nearly all are held in any case
+    ({}, 128, 16, False, True),  # they would be many times a rank's own
     ({}, 1024, 4, False, True),
     ({"replica_slots": 1}, 1024, 4, True, True),  # a plan may not fit: no loop over rounds
     ({"replica_slots": 1}, 4096, 4, False, True),  # 1 GiB

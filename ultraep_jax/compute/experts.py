@@ -241,10 +241,13 @@ def expert_backward(
 
   Where kernels can, each of five matmuls or so has a transfer beside it::
 
-    gradient to inner         copies of wo, which its rows wait for
-    gradient of wo            copies of the projections
-    gradients of projections  gradients home, of what is made before
-    gradient to the rows      gradients home, of what is left
+    gradient to inner     copies of wo, which its rows wait for
+    gradient of wo        copies of gate
+    gradient of gate      copies of up
+    gradient of up        gradients home, of wo
+    gradient to the rows  gradients home, of gate and up
+
+  Of projections in one array all copies travel beside the gradient of ``wo``.
 
   Args:
     grad_CD: ``[C, D]``, per row the gradient of its token's output, not yet weighted.
@@ -273,10 +276,12 @@ def expert_backward(
   wgrad = functools.partial(wgrad_beside, **groups, **options)
   sums = functools.partial(slot_sums, **groups, **options)
   copying_wo = replicas.copying([home.wo], _WO, flat=False)
-  copying = replicas.copying([*home.projections, *_biases(home)], _LATER)
+  first, *later = home.projections
+  copying = replicas.copying([first, *_biases(home)], _LATER)
+  copying_later = [replicas.copying([each], _LATER) for each in later]
   copies = None
   if copying_wo is None or copying is None:
-    copies, copying = replicas.copies(), None
+    copies, copying, copying_later = replicas.copies(), None, []
     wo = copies.wo
     ungated_CF = grouped_matmul(grad_CD, home.wo, wo, group_size_P, transpose_rhs=True, **options)
   else:
@@ -285,21 +290,25 @@ def expert_backward(
   between = hidden, ungated_CF, gate_C, group_size_P, home.layout, activation
   inner_CF, hidden_grad, gate_grad_C = _between(*between, implementations)
   wo_grads, brought = wgrad(copying, inner_CF, grad_CD, into_MKN=into and into.wo)
-  if copies is None:
-    count = len(home.projections)
-    copies = _with_biases(home, brought[:count], wo, brought[count:])
+  projections, biases = (brought[:1], brought[1:]) if copies is None else ([], _biases(copies))
 
   bias_grads = []
   if home.wo_bias is not None:
-    gate_grad_C += _times_bias(grad_CD, _biases(home)[-1], _biases(copies)[-1], group_size_P)
+    gate_grad_C += _times_bias(grad_CD, _biases(home)[-1], biases[-1], group_size_P)
     bias_grads = [sums(gate_C, grad_CD, into_MN=into and into.wo_bias)]
 
-  homeward = Homeward(replicas, len(hidden_grad), (wo_grads,))
+  homeward = Homeward(replicas, (wo_grads,))
   no_sums = [None] * len(hidden_grad)
   for grad, of in zip(hidden_grad, into.projections if into else no_sums, strict=True):
-    # Beside what adds to gradients that are there already, nothing travels.
-    transfer = homeward.next() if into is None else None
-    homeward = homeward.then(*wgrad(transfer, rows_CD, grad, into_MKN=of))
+    if copying_later:
+      made, arrived = wgrad(copying_later.pop(0), rows_CD, grad, into_MKN=of)
+      projections, arrived = [*projections, *arrived], None
+    else:  # beside what adds to gradients that are there already, nothing travels
+      transfer = homeward.next() if into is None else None
+      made, arrived = wgrad(transfer, rows_CD, grad, into_MKN=of)
+    homeward = homeward.then(made, arrived)
+  if copies is None:
+    copies = _with_biases(home, projections, wo, biases)
   if home.projection_biases:
     ones_C = jnp.ones_like(gate_C)
     into_biases = into.projection_biases if into else no_sums

@@ -22,6 +22,7 @@ _RARE = 5  # times its costs, what a load must gain that is far from likely
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
+# They were fitted when copies of both projections travelled beside one matmul, and still serve.
 _COPIES, _GRADIENTS = (1.73, 10.6e-6), (1.15, 5e-6)
 # A fit of how much longer ranks of as many rows took that computed more groups (docs/lab/layer.md,
 # Ranks of equally many rows): of ``slot_seconds``, the rest is hidden by other groups' tiles.
@@ -218,14 +219,14 @@ def cost_on(
   copy += steps * copy_seconds(links, size, "backward", beside=beside)
   copy += steps * (links["reduce_exposed"] if beside else 1.0) * gradients
   travelling += size / links["copy_rate"] + gradients
-  # What has which of backward's matmuls beside it: copies of projections the gradient of wo;
-  # gradients those after it, of which one projection's have a third (compute/homeward.py).
+  # What has which of backward's matmuls beside it: copies of projections the gradient of wo, those
+  # of up that of gate; gradients what comes after, half of it all (compute/homeward.py).
   matrices, (more, seconds) = weights.num_matrices, _COPIES
-  projections = (matrices - 1) * (size / matrices / links["copy_rate"] + seconds)
+  projections = size / matrices / links["copy_rate"] + seconds
+  projections *= (matrices - 1) / len(weights.projections)
   projections /= more * backward / (2 * matrices)
   more, seconds = _GRADIENTS
-  hiding = more * backward * (2 / 3 if len(weights.projections) > 1 else 1 / 2)
-  limits = travelling / row, projections, (gradients + matrices * seconds) / hiding
+  limits = travelling / row, projections, (gradients + matrices * seconds) / (more * backward / 2)
   training = rounded(max(limits))
   return LayerCost(plan, fixed_rows, training, planning)
 

@@ -218,12 +218,10 @@ class Replicas:
     self,
     replica_grads: Sequence[Array],
     home_grads: Sequence[Array],
-    quarters: Sequence[tuple[int, int]],
   ) -> "kernels.Transfer | None":
-    """Makes ``reduce`` of parts of such arrays beside a matmul that does not need them.
-
-    Of each array that is from its first quarter in ``quarters`` to the one behind its last.
-    """
+    """Makes ``reduce`` of such arrays beside a matmul that does not need them."""
+    if not home_grads:
+      return None
 
     def transfer() -> "kernels.Transfer | None":
       leaves, dtype = jax.tree.leaves(self.home), home_grads[0].dtype
@@ -235,7 +233,6 @@ class Replicas:
         axis_name=self.axis_name,
         tuning=_tuning(self.tunings, "reducing", leaves, dtype)
         or reducing_tuning(*self.replica_expert_GS.shape),
-        quarters=quarters,
         work=None if self.lists is None else self.lists.reducing,
       )
 
@@ -247,6 +244,7 @@ class Replicas:
 # workers, as a matmul's kernels have.
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
+_TO_ONE = 8  # blocks, of two ranks: nobody adds in registers
 _LEAST_REDUCING, _INBOX_BYTES = 8, 1 << 30
 _MOST_SLOTS = 512  # of all ranks
 
@@ -269,9 +267,14 @@ def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
   """``REDUCING``, with down to half of its blocks where their inbox would be above 1 GiB.
 
-  >>> reducing_tuning(2, 64).blocks, reducing_tuning(8, 28).blocks, reducing_tuning(64, 14).blocks
-  (16, 13, 8)
+  Half of them too on two ranks, where the memory adds what a copy's rank sends: these fill the link
+  (docs/lab/kernels.md, Sums in the home's memory).
+
+  >>> [reducing_tuning(*sizes).blocks for sizes in ((2, 64), (4, 28), (8, 28), (64, 14))]
+  [8, 16, 13, 8]
   """
+  if num_ranks == 2:
+    return dataclasses.replace(REDUCING, blocks=_TO_ONE)
   of_block = 2 * (num_ranks - 1) * num_slots * REDUCING.workers * REDUCING.tile_bytes
   blocks = min(max(_INBOX_BYTES // max(of_block, 1), _LEAST_REDUCING), REDUCING.num_blocks)
   return dataclasses.replace(REDUCING, blocks=blocks)
