@@ -2,7 +2,7 @@
 
 The tree of ``replicate``'s example, backwards. Each sum has a fixed order::
 
-  rank 2 ──► inbox of rank 1:  own + rank 2 + rank 3 ──► inbox of rank 0:  own + rank 1
+  rank 2 ──► inbox of rank 1:  own + rank 2 + rank 3 ──► memory of rank 0:  own + rank 1
   rank 3 ──┘
 
 Rank 1 is the only child of the home, so it adds to rank 0's memory by itself (``bulk.add_to``).
@@ -45,10 +45,10 @@ def reduce_replicas(
   Then no thread of the home's rank takes part, but for one warpgroup that waits for the last tile.
 
   The inbox has two tiles for every worker and every slot of another rank:
-  ``2 * (G - 1) * S * blocks * workers * tile_bytes`` bytes, whatever the size of an expert. A
-  sender reuses a place when the parent has acknowledged the tile in it. All signals are awaited:
-  when the kernel returns on a rank, its gradients are complete, its inbox is not written to any
-  more, and nobody signals to it.
+  ``2 * (G - 1) * S * blocks * workers * tile_bytes`` bytes, whatever the size of an expert. Two
+  ranks have none. A sender reuses a place when the parent has acknowledged the tile in it. All
+  signals are awaited: when the kernel returns on a rank, its gradients are complete, its inbox is
+  not written to any more, and nobody signals to it.
 
   The homes are updated in place, and only experts with replicas are touched. A rank adds in
   float32, and rounds its sum once to the dtype of the gradients. XLA copies the operand first where
@@ -62,7 +62,7 @@ def reduce_replicas(
   its parent or has no children; or the acknowledgement of the tile two before, which comes
   earlier too. It announces what it sends and acknowledges what it takes before it goes on. So
   of all waiting workers the one that is first in the order waits for one that does not wait. Who
-  adds to a home by itself waits for nobody, and its end is waited for behind all of this.
+  adds to a home by itself waits for its own children alone, and the home for its end, behind all.
 
   Args:
     replicas: ``[S, ...]`` each, all of float32 or all of bfloat16, gradients of this rank's replica
