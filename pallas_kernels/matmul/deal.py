@@ -9,7 +9,8 @@ others through a queue in shared memory::
   multiplies                       multiply a        multiply b
 
 Where the transfer has nothing to do on this GPU, tiles are dealt in turn: blocks that are at work
-on two tiles and have claimed a third do not end together.
+on two tiles and have claimed a third do not end together. Tiles of very unequal length are claimed
+even so, and without a transfer too: shorter ones, which come later, make up for the longest.
 """
 
 import dataclasses

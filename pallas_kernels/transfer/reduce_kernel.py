@@ -210,16 +210,17 @@ def body(
       own, there = replica_refs[each.array].at[slot, tile], place(rank * num_slots + slot, parent)
       inbox = functools.partial(inbox_of, parent, slot, there, step)
 
-      def add_and(store: Callable[[Any, Any], None]) -> None:
-        """Gives the sums of each half to be stored."""
+      def add_and(start: Callable[[Any, Any, Any], None], target: Callable[[], Any]) -> None:
+        """Starts to move the sums of each half to a target, which may have to be waited for."""
         if not rounds:
-          add(own, *of_children, each.length, store)
+          add(own, *of_children, each.length, functools.partial(start, target()))
           return
         for part, buffer, _ in halves(each.length):
           add_rounded(own, *of_children, part, buffer)
         plgpu.commit_smem()
+        there = target()
         for part, buffer, _ in halves(each.length):
-          store(buffer, part)
+          start(there, buffer, part)
 
       forwards = begin < end
       when(by_itself & ~forwards)(lambda: add_to_home(own, home, each.length))
@@ -227,13 +228,13 @@ def body(
       @when(by_itself & forwards)
       def _() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        add_and(functools.partial(start_to_add, home))
+        add_and(start_to_add, lambda: home)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
       @when(~by_itself)
       def _() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        when(forwards)(lambda: add_and(functools.partial(copy_to, inbox())))
+        when(forwards)(lambda: add_and(copy_to, inbox))
         when(~forwards)(lambda: send(own, inbox, each.length))
         announce(parent, there)
 

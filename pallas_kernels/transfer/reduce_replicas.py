@@ -51,7 +51,8 @@ def reduce_replicas(
   not written to any more, and nobody signals to it.
 
   The homes are updated in place, and only experts with replicas are touched. A rank adds in
-  float32, and rounds its sum once to the dtype of the gradients. XLA copies the operand first where
+  float32, and rounds its sum once to the dtype of the gradients; what it adds to another rank's
+  memory loses float32 numbers below 1.2e-38. XLA copies the operand first where
   it cannot give it up: an argument of the outermost ``jit`` that is not donated, or a value that is
   used again. It also copies bfloat16 gradients of an expert that are no multiple of 1024 elements.
 
@@ -121,8 +122,6 @@ def reduction(
     raise ValueError(
       f"tile_bytes: expected tiles of a multiple of {UNIT} elements of {dtype}, got {wrong[0]}"
     )
-  if not tiles:
-    return None
   length = max(each.length for each in tiles)
   half = -(-length // (2 * UNIT)) * UNIT
   buffer = plgpu.SMEM((tuning.workers, half), dtype)

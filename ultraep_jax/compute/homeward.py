@@ -6,6 +6,8 @@ one. So each has as much beside it as it lasts::
   gradient of gate
   gradient of up           wo
   gradient to the rows     gate, up
+
+Where no copies have to travel there, each gradient goes beside the next matmul.
 """
 
 from collections.abc import Sequence

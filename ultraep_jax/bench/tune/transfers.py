@@ -19,7 +19,7 @@ from ultraep_jax.bench.kernels.matmul_problems import HOME, REPLICA, Problem
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.kernels.transfers import time_cases
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.transport.replicate import REDUCING, copying_tuning
+from ultraep_jax.transport.replicate import copying_tuning, reducing_tuning
 from ultraep_jax.types import Array
 
 TOP_K = 8
@@ -36,7 +36,13 @@ _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
     {"tile_bytes": 16384},
     {"tile_bytes": 32768},
   ),
-  "reducing": ({"blocks": 8}, {"blocks": 12}, {"blocks": 24}, {"tile_bytes": 32768}),
+  "reducing": (
+    {"blocks": 8},
+    {"blocks": 12},
+    {"blocks": 16},
+    {"blocks": 24},
+    {"tile_bytes": 32768},
+  ),
 }
 OPERATIONS = tuple(_CANDIDATES)
 
@@ -47,7 +53,7 @@ def default(operation: str, ranks: int) -> TransferTuning:
     "dispatch": ExchangeTuning(),
     "combine": COMBINING,
     "copying": copying_tuning(ranks, 1),
-    "reducing": REDUCING,
+    "reducing": reducing_tuning(ranks, 1),
   }
   return defaults.get(operation, TransferTuning())
 
