@@ -104,7 +104,8 @@ def interpreted(races: bool = False) -> Iterator[None]:
   params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   mosaic_interpret.install()  # what kernels inline is interpreted by its twin
   mode = mosaic_interpret.interpreted() if races else plgpu.force_gpu_interpret_mode(params)
-  with mock.patch.object(pipeline, "launch", with_common_parts), mode:
+  common = mock.patch.object(pipeline, "launch", with_common_parts)
+  with common, mosaic_interpret.adding(), mode:
     yield
 
 

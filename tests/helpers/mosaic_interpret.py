@@ -69,7 +69,7 @@ def interpreted(patience: float = 20.0) -> Iterator[None]:
   _faults.clear()
   interpret_pallas_call.reset_gpu_interpret_mode_state()
   try:
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), _adding():
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), adding():
       yield
       jax.effects_barrier()  # until all devices are done
   except BaseException:
@@ -78,7 +78,7 @@ def interpreted(patience: float = 20.0) -> Iterator[None]:
   assert not _faults, _faults
 
 
-def _adding() -> Any:
+def adding() -> Any:
   """Tiles are added to others' memory by a copy that adds, which a GPU cannot aim at any peer."""
   add = functools.partial(plgpu.copy_smem_to_gmem, reduction_op="add", commit_group=False)
   return mock.patch.object(reduce_kernel, "add_to", add)
