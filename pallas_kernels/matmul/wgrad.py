@@ -214,11 +214,7 @@ def _is_uneven(inputs: Sequence[Any]) -> Array:
   ones make up for that later. Where they are alike, blocks that claim them do not end together.
   """
   table, *_ = inputs
-  return _steps(table[3, 0]) * table[5, 0] > _UNEVEN * table[7, 0]
-
-
-def _steps(end: Array) -> Array:
-  return lax.div(end + (DEPTH - 1), jnp.int32(DEPTH))
+  return ceil_div(table[3, 0], DEPTH) * table[5, 0] > _UNEVEN * table[7, 0]
 
 
 def _body(
@@ -253,9 +249,10 @@ def _body(
     first_col = (col * tuning.cluster + rank) * tile.cols
     col = lax.min(first_col, jnp.int32(width - tile.cols))
     slot, first_row, begin, end, grouped = (table[line, index] for line in range(5))
-    steps = _steps(end)
     overlap = (first_col - col,) if adds else ()
-    return Work(steps, (slot, first_row, begin, end, grouped, row * tile.rows, col, *overlap))
+    return Work(
+      ceil_div(end, DEPTH), (slot, first_row, begin, end, grouped, row * tile.rows, col, *overlap)
+    )
 
   # Blocks that run beside a transfer are numbered from its own on.
   cluster = lax.rem(dealt.cluster, jnp.int32(tuning.clusters))

@@ -105,7 +105,7 @@ def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> 
     Fields.SOURCE: it.index,
     Fields.PARENT: parent,
     Fields.END: begin + it.children,
-    Fields.TARGET: where(it.is_home, _once(it.children), _target(slots, it)),
+    Fields.TARGET: _target(slots, it),
   }
   add_at(fields_ref, it.index * 0 + Fields.COUNT, 1, it.used)
   num_nodes = num_nodes_of(sizes.ranks, sizes.slots, sizes.home)
@@ -113,13 +113,8 @@ def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> 
     put_at(fields_ref, Fields.node(num_nodes, where(it.used, node, 0), column), value, it.used)
 
 
-def _once(count: Array) -> Array:
-  """0 if it is 1, else −1."""
-  return where(count == 1, count - 1, count * 0 - 1)
-
-
 def _target(slots: Slots, it: _Source) -> Array:
-  """The home expert that a slot adds to by itself, or −1."""
+  """The home expert that a slot adds to by itself; 0 of a home that one slot adds to; else −1."""
   links, sizes = slots.links, slots.sizes
   expert, parent = (lookup(link, it.slot) for link in (links.expert, links.parent))
 
@@ -131,7 +126,8 @@ def _target(slots: Slots, it: _Source) -> Array:
     return found + ones(of_home(other) & (lookup(links.expert, other) == expert))
 
   alike = unrolled(sizes.items, count, it.slot * 0)
-  return where(of_home(it.slot) & (alike == 1), expert - parent * sizes.home, it.slot * 0 - 1)
+  of_slot = where(of_home(it.slot) & (alike == 1), expert - parent * sizes.home, -1)
+  return where(it.is_home, where(it.children == 1, it.children - 1, -1), of_slot)
 
 
 def _write_child(shared: Shared, slots: Slots, fields_ref: Any, item: Item) -> None:

@@ -23,7 +23,7 @@ class Replicas:
     self.moves, self.asked, self.reduced = moves, [], 0
 
   def reducing(self, copies, homes):
-    if not copies or not self.moves(copies):
+    if not self.moves(copies):
       return None
     self.asked.append([int(c[0]) for c in copies])
     return [home + c for c, home in zip(copies, homes, strict=True)]

@@ -20,31 +20,31 @@ Grads = tuple[Array, Array]  # of home slots, and of copies
 
 
 class Homeward(NamedTuple):
-  """Gradients of matrices, the first of which have travelled.
+  """Gradients of matrices, of wo and then of projections.
 
   Attributes:
-    replicas: where they go.
-    made: gradients that there are, of wo and then of projections.
-    home: how many have travelled.
+    replicas: where those of copies go.
+    left: gradients that have not travelled.
+    home: sums of those before, which have.
   """
 
   replicas: Replicas
-  made: tuple[Grads, ...]
-  home: int = 0
+  left: tuple[Grads, ...]
+  home: tuple[Array, ...] = ()
 
   def next(self) -> Any:
     """The transfer that runs beside the next projection's gradient; ``None``: there is none."""
-    return self._transfer(self._left[:1])
+    return self._transfer(self.left[:1])
 
   def then(self, made: Grads, arrived: Sequence[Array] | None) -> "Homeward":
     """With that projection's gradient, and what the transfer brought, if there was one."""
-    there = self if arrived is None else self._with(arrived)
-    return there._replace(made=(*there.made, made))
+    sums = arrived or ()
+    return Homeward(self.replicas, (*self.left[len(sums) :], made), (*self.home, *sums))
 
   def last(self, biases: Sequence[Grads]) -> Any:
     """The transfer of all that has not travelled, if need be without biases; ``None``: none can."""
-    with_biases = self._transfer([*self._left, *biases])
-    return self._transfer(self._left) if with_biases is None and biases else with_biases
+    with_biases = self._transfer([*self.left, *biases])
+    return self._transfer(self.left) if with_biases is None and biases else with_biases
 
   def totals(self, biases: Sequence[Grads], arrived: Sequence[Array] | None) -> list[Array]:
     """The gradients of homes with those of all copies, once the last transfer is over.
@@ -53,27 +53,11 @@ class Homeward(NamedTuple):
       biases: as ``last`` had them.
       arrived: what it brought; ``None``: there was none.
     """
-    if arrived is None:
-      there, left = self, [*self._left, *biases]
-    else:
-      count = len(self._left)
-      there, left = self._with(arrived[:count]), biases[len(arrived) - count :]
-    brought = [] if arrived is None else arrived[len(self._left) :]
-    return [home for home, _ in there.made[: there.home]] + [*brought, *self._reduced(left)]
-
-  @property
-  def _left(self) -> tuple[Grads, ...]:
-    return self.made[self.home :]
+    sums, grads = arrived or (), [*self.left, *biases]
+    return [*self.home, *sums, *self._reduced(grads[len(sums) :])]
 
   def _transfer(self, grads: Sequence[Grads]) -> Any:
     return self.replicas.reducing([c for _, c in grads], [home for home, _ in grads])
-
-  def _with(self, arrived: Sequence[Array]) -> "Homeward":
-    """After a transfer of the next ones."""
-    end = self.home + len(arrived)
-    copies = [c for _, c in self.made[self.home : end]]
-    made = (*self.made[: self.home], *zip(arrived, copies, strict=True), *self.made[end:])
-    return self._replace(made=made, home=end)
 
   def _reduced(self, grads: Sequence[Grads]) -> list[Array]:
     if not grads:

@@ -220,8 +220,6 @@ class Replicas:
     home_grads: Sequence[Array],
   ) -> "kernels.Transfer | None":
     """Makes ``reduce`` of such arrays beside a matmul that does not need them."""
-    if not home_grads:
-      return None
 
     def transfer() -> "kernels.Transfer | None":
       leaves, dtype = jax.tree.leaves(self.home), home_grads[0].dtype
