@@ -170,10 +170,10 @@ class Folder:
     return Program(path, lower, self.makes, tried)
 
   def group(
-    self, group: cells.Group, devices: Sequence[Any], implementation: str, width: int
+    self, group: cells.Group, devices: Sequence[Any], implementation: str, width: int, weights: str
   ) -> pathlib.Path:
     """The file of a group of the matrix, whose bench may have made it narrower."""
-    return self.file("matrix", *group, place(devices), implementation, width)
+    return self.file("matrix", *group, place(devices), implementation, width, weights)
 
 
 _lowering = threading.Lock()  # who traces hides warnings of the whole process
@@ -267,7 +267,8 @@ def using(folder: Folder) -> Iterator[list[str]]:
 
   def group_of_matrix(mesh: Any, group: cells.Group, implementation: str, arguments: Any) -> Any:
     width, rest = arguments[0].shape[1], (implementation, arguments)
-    path = folder.group(group, list(mesh.devices.flat), implementation, width)
+    weights = str(arguments[3].wo.dtype)
+    path = folder.group(group, list(mesh.devices.flat), implementation, width, weights)
     if not folder.makes:
       return load_group(path, group) if path.exists() else compile_group(mesh, group, *rest)
     make_it = functools.partial(make_group, path, mesh, group, *rest)
@@ -313,11 +314,16 @@ def pretending(devices: list[Any]) -> Iterator[None]:
     return jax.tree.map(lambda leaf: Abstract(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
   def normal(
-    mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int, spec: P | None = None
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    scale: float,
+    *sizes: int,
+    spec: P | None = None,
+    dtype: Any = jnp.bfloat16,
   ) -> Abstract:
     del seed, scale
     sharding = NamedSharding(mesh, spec or P(problem.AXIS))
-    return Abstract(sizes, jnp.bfloat16, sharding=sharding)
+    return Abstract(sizes, jnp.dtype(dtype), sharding=sharding)
 
   def make_mesh(
     sizes: Any, names: Any, axis_types: Any, *, devices: Any = devices

@@ -93,7 +93,8 @@ def finding(
 
   def path_of(group: cells.Group) -> pathlib.Path:
     width = shape_of(group.shape).narrowed(args.scale).width
-    return folder.group(group, jax.devices()[:ranks], args.implementation, width)
+    places = jax.devices()[:ranks]
+    return folder.group(group, places, args.implementation, width, args.weights)
 
   def choose(*arguments: Any, **options: Any) -> "Arriving":
     return Arriving(cells.choose(*arguments, **options), path_of, compiling)

@@ -41,10 +41,9 @@ _POLL = 0.2  # seconds
 _DONE = "done"
 _RATIOS = "--ratios 1 1.3 2 3"
 _QUICK = "--repeats 5 --no-statistics"
-_OF_TWO = (
-  "matrix --all --loads independent zipf --tokens 8192 --repeats 7 --minutes 5 --shapes "
-  "qwen3-next gpt-oss-120b minimax-m2 qwen3-235b qwen3-30b olmoe mixtral-8x7b"
-)
+_MATRIX = "matrix --all --loads independent zipf --tokens 8192 --repeats 7 --minutes 5"
+_SMALL_OR_MANY = "qwen3-next gpt-oss-120b minimax-m2 qwen3-30b"  # whose copies cost most
+_OF_TWO = f"{_MATRIX} --shapes {_SMALL_OR_MANY} qwen3-235b olmoe mixtral-8x7b"
 _TWO, _TWO_OR_MORE = (2, 2), (2, math.inf)
 _PREFILL = "prefill --calibrate 24 --buckets 4096 8192 --shares 0.8 --seconds 4 --tries 5"
 
@@ -88,6 +87,12 @@ STEPS = {
   ),
   "two_forward": Step(f"{_OF_TWO} --ratios 1 1.6 --passes forward", 240, True, _TWO),
   "two_train": Step(f"{_OF_TWO} --ratios 1.6 --passes train", 300, True, _TWO),
+  "two_float32": Step(
+    f"{_MATRIX} --shapes {_SMALL_OR_MANY} --ratios 1 1.6 --passes train --weights float32",
+    240,
+    True,
+    _TWO,
+  ),
   "models": Step(
     "matrix --all --ratios 1.3 2 --loads zipf --tokens 8192 --shapes gpt-oss-120b kimi-k2 "
     "--minutes 2",
@@ -263,7 +268,8 @@ def parts(step: Step) -> Iterator[Part]:
     )
     for group in groups:
       sizes = ["--shapes", group.shape, "--tokens", str(group.tokens), "--passes", group.direction]
-      yield "matrix", "--all", "--ratios", "1", "--loads", "zipf", *sizes
+      weights = ["--weights", found.weights]
+      yield "matrix", "--all", "--ratios", "1", "--loads", "zipf", *weights, *sizes
   elif bench == "layer":
     options = argparse.ArgumentParser()
     options.add_argument("--shapes", nargs="+", default=list(LARGE))

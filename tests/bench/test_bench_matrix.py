@@ -78,6 +78,8 @@ def test_floor_is_that_of_its_parts():
   assert found.seconds == max(found.flops, found.memory) + found.link + found.launches
   assert floor(shape, 1, 10, "forward", rates).link == 0
   assert floor(shape, 2, 10, "train", rates).flops == 3 * found.flops
+  twice = [floor(shape, 2, 10, "train", rates, size).memory for size in (2, 4)]
+  assert twice[1] - twice[0] == pytest.approx(3 * 96 * 2 / 1e3)  # read twice, gradients written
 
 
 def row(**changes):
@@ -105,6 +107,18 @@ def test_a_run_measures_its_cells_and_writes_them(tmp_path, capsys):
   best = min(found["ms"]["none"], found["ms"]["none, worst-case buffer"])
   assert found["regret"] == pytest.approx(found["ms"]["balanced"] / best)
   assert found["before"] > 1.9 and "mixtral" in capsys.readouterr().out
+
+
+def test_weights_may_be_float32(tmp_path, capsys, monkeypatch):
+  seen = []
+  compiled = command.compile_group
+  monkeypatch.setattr(command, "compile_group", lambda *a: seen.append(a[3][3]) or compiled(*a))
+  flags = "--shapes mixtral-8x7b --scale 128 --ranks 2 --tokens 8 --passes train --all --repeats 1"
+  flags += " --ratios 1 --loads flat --weights float32"
+  assert command.main([*flags.split(), "--json", str(tmp_path / "rows.json")]) == 0
+  (found,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+  assert found["weights"] == "float32" and {str(each.dtype) for each in seen[0][:3]} == {"float32"}
+  assert "mixtral" in capsys.readouterr().out
 
 
 def test_a_shape_may_be_a_users_own(tmp_path, capsys):

@@ -11,6 +11,7 @@ from compiled_elsewhere import Folder
 
 from ultraep_jax.bench.matrix import command, programs
 from ultraep_jax.bench.matrix.cells import Cell, Group
+from ultraep_jax.types import ExpertWeights
 
 ARGUMENTS = "--scale 64 --all --ratios 1 1.3 --loads zipf --passes forward --tokens 32"
 GROUPS = [Group("olmoe", 32, "forward"), Group("qwen3-30b", 32, "forward")]
@@ -28,7 +29,7 @@ def make(folder, worker):
 
 
 def path_of(folder, group):
-  return Folder(folder, makes=False).group(group, jax.devices()[:2], "auto", 2048 // 64)
+  return Folder(folder, makes=False).group(group, jax.devices()[:2], "auto", 2048 // 64, "bfloat16")
 
 
 def arriving_of(folder, cells, compiling):
@@ -92,9 +93,11 @@ def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypat
   monkeypatch.setattr(programs, "_lowered", refuse)
   mesh = jax.sharding.Mesh(jax.devices()[:2], ("expert",))
   arguments = ARGUMENTS.split()
-  x = jax.numpy.zeros((64, 2048 // 64))
+  x, wo = jax.numpy.zeros((64, 2048 // 64)), jax.numpy.zeros(1, jax.numpy.bfloat16)
   with matrix_beside.finding(Folder(tmp_path, makes=False), arguments, 2, lambda: True):
-    found = command.compile_group(mesh, GROUPS[0], "auto", (x,))
+    found = command.compile_group(
+      mesh, GROUPS[0], "auto", (x, None, None, ExpertWeights(None, None, wo))
+    )
     choice = ["olmoe"], [32], ["1"], ["zipf"], ["forward"]
     assert [group for group, _ in command.choose(*choice, pairwise=False).items()] == GROUPS[:1]
   assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 32

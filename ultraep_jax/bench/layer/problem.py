@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
@@ -98,20 +99,25 @@ def specs(mesh: jax.sharding.Mesh) -> tuple[P, ...]:
 
 
 def random_normal(
-  mesh: jax.sharding.Mesh, seed: int, scale: float, *sizes: int, spec: P | None = None
+  mesh: jax.sharding.Mesh,
+  seed: int,
+  scale: float,
+  *sizes: int,
+  spec: P | None = None,
+  dtype: DTypeLike = jnp.bfloat16,
 ) -> Array:
-  """bfloat16, the leading axis over the experts' ranks; each rank makes its own part."""
-  make = _random_normal(sizes, NamedSharding(mesh, spec or P(AXIS)))
+  """The leading axis is over the experts' ranks; each rank makes its own part."""
+  make = _random_normal(sizes, NamedSharding(mesh, spec or P(AXIS)), jnp.dtype(dtype))
   return make(jax.random.key(seed), scale)
 
 
 @functools.cache  # else every array has a program of its own
 def _random_normal(
-  sizes: tuple[int, ...], sharding: NamedSharding
+  sizes: tuple[int, ...], sharding: NamedSharding, dtype: jnp.dtype
 ) -> Callable[[Array, float], Array]:
   @functools.partial(jax.jit, out_shardings=sharding)
   def make(key: Array, scale: float) -> Array:
-    return (scale * jax.random.normal(key, sizes)).astype(jnp.bfloat16)
+    return (scale * jax.random.normal(key, sizes)).astype(dtype)
 
   return make
 
@@ -125,15 +131,23 @@ class Arrays:
   weights: ExpertWeights
 
   @classmethod
-  def make(cls, mesh: jax.sharding.Mesh, shape: Shape, args: argparse.Namespace) -> "Arrays":
+  def make(
+    cls,
+    mesh: jax.sharding.Mesh,
+    shape: Shape,
+    args: argparse.Namespace,
+    dtype: DTypeLike = jnp.bfloat16,
+  ) -> "Arrays":
+    """Tokens in bfloat16, weights in ``dtype``."""
     width, inner, tokens = shape.width, shape.inner, tokens_spec(mesh)
     experts = args.experts or 16 * mesh.shape[AXIS]
 
     normal = functools.partial(random_normal, mesh)
+    weight = functools.partial(normal, dtype=dtype)
     weights = ExpertWeights(
-      normal(1, width**-0.5, experts, width, inner),
-      normal(2, width**-0.5, experts, width, inner),
-      normal(3, inner**-0.5, experts, inner, width),
+      weight(1, width**-0.5, experts, width, inner),
+      weight(2, width**-0.5, experts, width, inner),
+      weight(3, inner**-0.5, experts, inner, width),
     )
     total = mesh.size * args.tokens
     gate = np.random.default_rng(0).random((total, shape.top_k)).astype(np.float32)

@@ -11,6 +11,7 @@ HIGHEST = "max"
 RATIOS = ("1", "1.3", "1.6", HIGHEST)
 LOADS = ("zipf", "flat", "independent")
 PASSES = ("forward", "train")
+WEIGHTS = ("bfloat16", "float32")
 
 
 class Group(NamedTuple):

@@ -6,6 +6,9 @@ rounds, or a buffer for the worst case. All run in one process and in turn. ``id
 equal and is wrong; the bound is what no plan can go below; the floor comes from FLOPs, bytes and
 launches.
 
+With ``--weights float32``, as Flax keeps parameters, a layer casts its weights in every call, and
+their gradients are float32.
+
 On one GPU ``--ratios 1`` says what the layer costs where nothing can be balanced.
 
 By default a few cells in which every two of shape, tokens, ratio, loads and pass meet; ``--all``
@@ -36,6 +39,7 @@ from ultraep_jax.bench.matrix.cells import (
   PASSES,
   RATIOS,
   TOKENS,
+  WEIGHTS,
   Cell,
   Group,
   choose,
@@ -83,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
   parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+  parser.add_argument(
+    "--weights",
+    default=WEIGHTS[0],
+    choices=WEIGHTS,
+    help="dtype of weights and of their gradients; tokens have bfloat16",
+  )
   parser.add_argument("--all", action="store_true", help="all cells, not a pairwise choice")
   parser.add_argument("--minutes", type=nonnegative, default=9.0, help="begin no group after these")
   parser.add_argument("--ranks", type=positive, help="default: all devices")
@@ -143,7 +153,7 @@ def measure_group(
   if shape.experts % mesh.size:
     raise ValueError(f"expected experts in multiples of {mesh.size} ranks, got {shape.experts}")
   sizes = argparse.Namespace(experts=shape.experts, tokens=group.tokens)
-  arrays = Arrays.make(mesh, shape, sizes)
+  arrays = Arrays.make(mesh, shape, sizes, args.weights)
   calls = [(arrays.x, _index(mesh, cell, shape), arrays.gate, arrays.weights) for cell in cells]
   programs = compile_group(mesh, group, args.implementation, calls[0])
   rows = []
@@ -152,7 +162,8 @@ def measure_group(
     seconds = timing.in_turn(runs, args.repeats, programs.calls)
     stats = [jax.device_get(programs.scalars(*of_step(arguments, n))) for n in range(STEPS)]
     times = {name: timing.median(values) for name, values in seconds.items()}
-    rows.append(_row(mesh.size, cell, shape, times, np.asarray(arguments[1]), stats))
+    index = np.asarray(arguments[1])
+    rows.append(_row(mesh.size, cell, shape, args.weights, times, index, stats))
   print(report.cells_table(rows), flush=True)
   return rows
 
@@ -169,6 +180,7 @@ def _row(
   ranks: int,
   cell: Cell,
   shape: Shape,
+  weights: str,
   seconds: Mapping[str, float],
   index: np.ndarray,
   stats: Sequence[Mapping[str, Any]],
@@ -179,11 +191,13 @@ def _row(
   # No plan goes below this with as many slots as experts; equal loads lie at or below it too.
   least = max(bound(load_GE, shape.experts // ranks) for load_GE in loads)
   ideal = seconds.get("ideal", float("nan"))
-  lowest = floor(shape, ranks, group.tokens, group.direction, rates_here())
+  weight_bytes = np.dtype(weights).itemsize
+  lowest = floor(shape, ranks, group.tokens, group.direction, rates_here(), weight_bytes)
   return {
     "shape": group.shape,
     "tokens": group.tokens,
     "direction": group.direction,
+    "weights": weights,
     "ratio": cell.ratio,
     "loads": cell.loads,
     "before": max(imbalance(step, shape.experts, ranks) for step in index),

@@ -46,7 +46,14 @@ class Floor(NamedTuple):
     return max(self.flops, self.memory) + self.link + self.launches
 
 
-def floor(shape: Shape, ranks: int, tokens: int, direction: str, rates: Rates) -> Floor:
+def floor(
+  shape: Shape,
+  ranks: int,
+  tokens: int,
+  direction: str,
+  rates: Rates,
+  weight_bytes: int = _BYTES,
+) -> Floor:
   """The floor of a layer with equal loads.
 
   Args:
@@ -55,6 +62,7 @@ def floor(shape: Shape, ranks: int, tokens: int, direction: str, rates: Rates) -
     tokens: T, of a rank.
     direction: ``"forward"``, or ``"train"``: forward and every gradient, kept projections.
     rates: of the device.
+    weight_bytes: of a weight, and of its gradient.
   """
   train = direction == "train"
   expert = 3 * shape.width * shape.inner
@@ -62,14 +70,15 @@ def floor(shape: Shape, ranks: int, tokens: int, direction: str, rates: Rates) -
   home = shape.experts // ranks
   # Rows fall on home experts evenly; few rows leave experts without any.
   used = home * -math.expm1(rows * math.log1p(-1 / home)) if home > 1 else 1.0
-  weights = used * expert * _BYTES
+  weights = used * expert * weight_bytes
   # Both matmuls read their input and write their output.
   row = (2 * shape.width + 2 * shape.inner) * _BYTES
   # Backward reads the weights again, writes their gradients, and of rows reads the
   # gradient and what forward kept, and writes gradients of hidden and input.
   memory = weights + rows * row
   if train:
-    memory += weights + home * expert * _BYTES + rows * (3 * shape.width + 6 * shape.inner) * _BYTES
+    memory += weights + home * expert * weight_bytes
+    memory += rows * (3 * shape.width + 6 * shape.inner) * _BYTES
   crossing = tokens * _ranks_of_token(shape, ranks) * shape.width * _BYTES
   return Floor(
     flops=2 * rows * expert * (3 if train else 1) / rates.flops,
