@@ -19,6 +19,8 @@ from ultraep_jax.types import Array
 
 Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
+_TINY = 1e-20  # added to a sum of scores, which may all be 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatingConfig:
@@ -137,7 +139,7 @@ def gate(
   chosen_TKE = _one_hot(index_TK, config.num_experts)
   gate_TK = jnp.sum(jnp.where(chosen_TKE, scores_TE[..., None, :], 0.0), axis=-1)
   if config.normalize_topk:
-    gate_TK /= jnp.sum(gate_TK, axis=-1, keepdims=True) + 1e-20
+    gate_TK = _shares(gate_TK)
   gate_TK *= config.routed_scaling
   if mask_T is not None:
     index_TK = jnp.where(mask_T[..., None], index_TK, -1)
@@ -169,8 +171,7 @@ def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
   num_experts = scores_TE.shape[-1]
   load_E = router_load(expert_index_TK, num_experts).astype(jnp.float32)
   share_E = load_E / jnp.maximum(jnp.sum(load_E), 1.0)
-  probability_TE = scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + 1e-20)
-  probability_E = _token_mean(probability_TE, jnp.any(expert_index_TK >= 0, axis=-1))
+  probability_E = _token_mean(_shares(scores_TE), jnp.any(expert_index_TK >= 0, axis=-1))
   return num_experts * jnp.sum(share_E * probability_E)
 
 
@@ -220,6 +221,22 @@ def _score(logits_TE: Array, scoring: Scoring) -> Array:
     return jax.nn.sigmoid(logits_TE)
   # The root has no slope at 0, where the float32 softplus of very small logits is.
   return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits_TE), jnp.finfo(jnp.float32).tiny))
+
+
+@jax.custom_jvp
+def _shares(scores_TX: Array) -> Array:
+  """Each token's scores over their sum."""
+  return scores_TX / (jnp.sum(scores_TX, axis=-1, keepdims=True) + _TINY)
+
+
+@_shares.defjvp
+def _shares_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+  """JAX's rule divides by the square of the sum, which is 0 in float32 where all are small."""
+  (scores_TX,), (change_TX,) = primals, tangents
+  total_T1 = jnp.sum(scores_TX, axis=-1, keepdims=True) + _TINY
+  shares_TX = scores_TX / total_T1
+  rest_TX = change_TX - shares_TX * jnp.sum(change_TX, axis=-1, keepdims=True)
+  return shares_TX, rest_TX / total_T1
 
 
 def _choose(

@@ -191,6 +191,34 @@ def test_square_root_has_a_gradient_wherever_logits_are():
   np.testing.assert_allclose(out.scores_TE[0, 2:], [np.log(2) ** 0.5, 100.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("low", [-30.0, -46.0, -60.0, -100.0])
+@pytest.mark.parametrize("scoring", SCORES)
+@pytest.mark.parametrize("choice", [None, [[0, 2], [1, 3]]])
+def test_gradients_are_finite_however_small_all_scores_are(scoring, low, choice):
+  config = GatingConfig(num_experts=4, num_experts_per_tok=2, scoring=scoring)
+  choice = None if choice is None else jnp.array(choice)
+
+  def loss(logits):
+    found = gate(logits, config, expert_index_TK=choice)
+    spread = gating.load_balance_loss(found.scores_TE, found.expert_index_TK)
+    return jnp.sum(found.gate_TK[:, 0]) + spread
+
+  for first in (0.0, 100.0):  # after a softmax, others' probabilities are 0
+    logits = jnp.full((2, 4), low).at[:, 0].add(first) - jnp.arange(4.0)[None] / 4
+    assert np.isfinite(jax.grad(loss)(logits)).all()
+
+
+@pytest.mark.parametrize("low", [-10.0, -40.0, -46.0])
+def test_gradients_of_small_scores_are_those_of_float64(low):
+  config = GatingConfig(num_experts=4, num_experts_per_tok=2, scoring="sigmoid")
+  logits = low - np.arange(4.0) / 4
+  score = 1 / (1 + np.exp(-logits))
+  one, other = score[0], score[1] + 1e-20
+  slope = one * (1 - one) * other / (one + other) ** 2
+  grad = jax.grad(lambda row: gate(row, config).gate_TK[0])(jnp.float32(logits))
+  np.testing.assert_allclose(grad[0], slope, rtol=1e-3)
+
+
 @pytest.mark.parametrize("scoring", SCORES)
 def test_a_choice_that_is_made_again_gets_the_same_gates(scoring):
   """Bit for bit, gradients too, whatever bias and groups would choose; −1 is no expert."""
