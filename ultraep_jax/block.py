@@ -3,6 +3,7 @@
 ``nnx.py`` and ``linen.py`` hold its parameters.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats, Layout
 
 Initializer = jax.nn.initializers.Initializer
 ROUTER = ("router", "router_bias")  # always float32
+_OF_EXPERTS = tuple(field.name for field in dataclasses.fields(ExpertWeights))
 DEFAULT_CONFIG = BalanceConfig()
 DEFAULT_INIT = jax.nn.initializers.lecun_normal()
 
@@ -127,7 +129,7 @@ def measured_block(
 
 
 def _expert_weights(params: dict[str, Array], layout: Layout, prefix: str = "") -> ExpertWeights:
-  names = (name for name in ExpertWeights._fields if prefix + name in params)
+  names = (name for name in _OF_EXPERTS if prefix + name in params)
   fields: Any = {"wi_gate": None, "wi_up": None, "wo": None}
   return ExpertWeights(**fields | {name: params[prefix + name] for name in names}, layout=layout)
 
@@ -332,7 +334,7 @@ def init_param(
   dtype = jnp.float32 if name in ROUTER else param_dtype
   if name.endswith("_bias"):
     return shard(jnp.zeros(shape, dtype), P(*param_axes(name, shape, axis_name)))
-  if name not in ExpertWeights._fields:
+  if name not in _OF_EXPERTS:
     return kernel_init(key, shape, dtype)
   # Of the keys, so that no device makes the matrices of other ranks' experts.
   key_E = shard(jax.random.split(key, shape[0]), P(axis_name))
@@ -343,7 +345,7 @@ def param_axes(
   name: str, shape: tuple[int, ...], axis_name: AxisName
 ) -> tuple[AxisName | None, ...]:
   """Mesh axes of a parameter: experts over ``axis_name``, all else replicated."""
-  first = axis_name if name in ExpertWeights._fields else None
+  first = axis_name if name in _OF_EXPERTS else None
   return (first, *[None] * (len(shape) - 1))
 
 

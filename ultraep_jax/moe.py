@@ -108,7 +108,7 @@ def measured_moe(
   if inner_axis is not None and weights.wo_bias is not None:  # it counts once
     first = lax.axis_index(inner_axis) == 0
     wo_bias = jnp.where(first, weights.wo_bias, jnp.zeros_like(weights.wo_bias))
-    weights = weights._replace(wo_bias=wo_bias)
+    weights = weights.replace(wo_bias=wo_bias)
   num_ranks = lax.axis_size(axis_name)
   num_experts = weights.wo.shape[0] * num_ranks
   expert_index_TK = expert_index_TK.astype(jnp.int32)

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 Array = jax.Array
 AxisName = str | tuple[str, ...]  # of a mesh, or of several as one, the first one slowest
 
 
-@jax.tree_util.register_static
 class Layout(enum.StrEnum):
   """Where the matrices into an expert are.
 
@@ -48,12 +48,13 @@ class Layout(enum.StrEnum):
   UNGATED = "ungated"
 
 
-class ExpertWeights(NamedTuple):
+class ExpertWeights(struct.PyTreeNode):
   """Parameters of experts, each ``wo(unit(x wi_gate, x wi_up))`` or, ungated, ``wo(act(x wi))``.
 
   ``ExpertWeights(wi_gate, wi_up, wo)``, ``ExpertWeights.fused(wi, wo)`` and
   ``ExpertWeights.ungated(wi, wo)`` make them; biases are optional. What is between the matrices is
   the layer's ``activation``. The leading axis is M inside ``shard_map`` and E on global arrays.
+  A pytree of its arrays, of which ``replace`` makes another. Checkpoints hold the arrays alone.
 
   Attributes:
     wi_gate: ``[M, D, F]``; ``None`` if it is in ``wi``, or there is none.
@@ -75,7 +76,8 @@ class ExpertWeights(NamedTuple):
   wo_bias: Array | None = None
   wi: Array | None = None
   wi_bias: Array | None = None
-  layout: Layout = Layout.APART
+  # No leaf and no field of a tuple: Orbax and Flax would write its text, and not read it back.
+  layout: Layout = struct.field(pytree_node=False, default=Layout.APART)
 
   @classmethod
   def fused(
@@ -135,7 +137,7 @@ class ExpertWeights(NamedTuple):
     biases = [f"{name}_bias" for name in names[: len(projection_biases)]]
     values = (*projections, *projection_biases)
     fields: Any = dict(zip([*names, *biases], values, strict=True))
-    return self._replace(wo=wo, wo_bias=wo_bias, **fields)
+    return self.replace(wo=wo, wo_bias=wo_bias, **fields)
 
   @property
   def expert_size(self) -> int:

@@ -90,7 +90,7 @@ class BalancedRoutedMoE(moe.RoutedMoE):
       x_TD, index_BLK, gate_TK = self._choose(*tokens)
       if inner and weights.wo_bias is not None:  # a term of the first position alone
         first = lax.axis_index(inner) == 0
-        weights = weights._replace(wo_bias=jnp.where(first, weights.wo_bias, 0))
+        weights = weights.replace(wo_bias=jnp.where(first, weights.wo_bias, 0))
       y_TD, stats = uep.moe(
         x_TD,
         index_BLK.reshape(gate_TK.shape),

@@ -350,7 +350,7 @@ def test_weights_that_are_refused_in_every_layout(layout, change, error, match):
 
 def refused(layout, change, error, match):
   problem = make_problem(make_mesh(1), layout=str(layout), biases=BIASES)
-  problem = dataclasses.replace(problem, weights=problem.weights._replace(**change))
+  problem = dataclasses.replace(problem, weights=problem.weights.replace(**change))
   with pytest.raises(error, match=match) as raised:
     output(layer(problem, QUICK), problem)
   assert "(an argument of ultraep_jax.moe)" in raised.value.__notes__
@@ -426,7 +426,7 @@ def test_weights_that_are_refused(layout, change, error, match):
 
 
 def test_a_layout_is_no_string():
-  weights = make_problem(make_mesh(1)).weights._replace(layout="apart")
+  weights = make_problem(make_mesh(1)).weights.replace(layout="apart")
   with pytest.raises(TypeError, match=r"weights.layout: expected a Layout, got str"):
     check_weights(weights, "E")
 

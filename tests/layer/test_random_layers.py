@@ -16,7 +16,7 @@ def test_a_layer_that_differs_is_named(monkeypatch, capsys):
 
   def other(problem):
     y, (x_grad, gate_grad, weight_grads) = right(problem)
-    return y, (x_grad, gate_grad, weight_grads._replace(wo=weight_grads.wo * 1.001))
+    return y, (x_grad, gate_grad, weight_grads.replace(wo=weight_grads.wo * 1.001))
 
   monkeypatch.setattr(random_layers, "dense", other)
   assert random_layers.main(["--first", "6", "--layers", "1"]) == 1

@@ -133,7 +133,7 @@ def test_public_kernels_are_all_that_the_library_uses():
       assert used <= {"pallas_kernels", "pallas_kernels.tunings"}, path
 
 
-def test_kernels_and_flax_are_imported_where_they_are_used():
+def test_kernels_and_nnx_are_imported_where_they_are_used():
   """Mosaic GPU takes longer to import than all of the library; a layer of plain JAX needs none."""
   code = """
 import sys
@@ -141,7 +141,8 @@ import jax, jax.numpy as jnp
 import ultraep_jax as uep
 
 def loaded():
-  slow = "flax", "jax.experimental.mosaic.gpu", "jax.experimental.pallas", "pandas", "matplotlib"
+  pallas = "jax.experimental.pallas", "jax.experimental.mosaic.gpu"
+  slow = *pallas, "flax.nnx", "pandas", "matplotlib"
   return [name for name in slow if name in sys.modules]
 
 assert not loaded(), loaded()
