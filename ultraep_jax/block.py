@@ -18,7 +18,15 @@ from ultraep_jax.activations import Activation
 from ultraep_jax.checks import check_config, check_divides
 from ultraep_jax.config import BalanceConfig, Implementation, check_choice, check_int
 from ultraep_jax.gating import Gating, GatingConfig
-from ultraep_jax.mesh import axis_size, check_axis_name, is_explicit, resolve_token_axes, shard
+from ultraep_jax.mesh import (
+  axis_size,
+  check_axis_name,
+  checks_vma,
+  is_explicit,
+  legacy_mesh,
+  resolve_token_axes,
+  shard,
+)
 from ultraep_jax.sharded import measured_sharded_moe
 from ultraep_jax.stats import Measured, layer_stats
 from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats, Layout
@@ -223,7 +231,10 @@ def _choose(
       logits, gating, bias_E, mask, expert_index_TK=expert_index, implementation=implementation
     )
 
-  return jax.shard_map(local, in_specs=(by_token, P()), out_specs=by_token)(of_tokens, bias_E)
+  checks = checks_vma(jax.sharding.get_abstract_mesh(), token_axes)
+  return jax.shard_map(local, in_specs=(by_token, P()), out_specs=by_token, check_vma=checks)(
+    of_tokens, bias_E
+  )
 
 
 @jax.custom_jvp
@@ -356,6 +367,8 @@ def check_mesh(axis_name: AxisName, num_experts: int) -> None:
     ValueError: it has no axis ``axis_name``, or the axis does not divide the experts.
   """
   mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty and legacy_mesh() is not None:
+    raise ValueError("mesh: expected one set by jax.set_mesh, got that of `with mesh:`")
   check_axis_name(mesh, axis_name)
   if num_experts % (num_ranks := axis_size(mesh, axis_name)):
     raise ValueError(

@@ -255,9 +255,14 @@ def check_sizes(
   """Checks the sizes of a layer against each other.
 
   Raises:
-    ValueError: no tokens, K outside [1, E], E not divisible by G, domains that do not divide
-      the ranks, or more assignments than int32 counts.
+    ValueError: no tokens, or a symbolic number of them, K outside [1, E], E not divisible by G,
+      domains that do not divide the ranks, or more assignments than int32 counts.
   """
+  if not isinstance(tokens, int):  # what jax.export makes of a shape
+    raise ValueError(
+      f"tokens per rank: expected a number, got {tokens}; buffers follow from it, so export a "
+      "program for each number of tokens"
+    )
   if tokens < 1:
     raise ValueError(f"tokens per rank: expected at least 1, got {tokens}")
   if num_experts % num_ranks:

@@ -49,6 +49,16 @@ def shard(value: Array, spec: PartitionSpec) -> Array:
   return lax.with_sharding_constraint(value, spec)
 
 
+def checks_vma(mesh: Mesh, used: Iterable[str | None]) -> bool:
+  """``check_vma`` of a ``shard_map`` that uses such axes of the mesh.
+
+  An axis beside them may be a pipeline's, over which ``jax.vmap(..., spmd_axis_name=...)`` maps
+  stages. JAX (0.11 and 0.12) then fails to type loops and conditionals. Without types, gradients
+  are summed over such an axis, as means, where it maps nothing.
+  """
+  return set(mesh.axis_names) <= set(used)
+
+
 def resolve_token_axes(
   mesh: Mesh, axis_name: AxisName, token_axes: Sequence[str] | None
 ) -> tuple[str, ...]:

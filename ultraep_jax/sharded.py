@@ -11,7 +11,7 @@ from ultraep_jax import nodes
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import arguments_of, check_inner_axis, check_layer
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.mesh import axes_of, legacy_mesh, resolve_token_axes
+from ultraep_jax.mesh import axes_of, checks_vma, legacy_mesh, resolve_token_axes
 from ultraep_jax.moe import measured_moe
 from ultraep_jax.stats import Measured, layer_stats
 from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
@@ -176,6 +176,7 @@ def _run(
     mesh=mesh,
     in_specs=(by_token, by_token, by_token, by_expert),
     out_specs=(by_token, Measured(by_group, by_rank)),  # pyright: ignore[reportArgumentType]
+    check_vma=checks_vma(context, (*token_axes, inner_axis)),
   )(
     place(x, by_token),
     place(expert_index, by_token),

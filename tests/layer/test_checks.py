@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 from jax.sharding import PartitionSpec as P
 
 import ultraep_jax as uep
@@ -33,7 +34,7 @@ def mesh(ranks=G, name="expert"):
 
 
 def weights_with(**leaves):
-  return arguments()["weights"]._replace(**leaves)
+  return arguments()["weights"].replace(**leaves)
 
 
 # What to change in a good call, the error, and the words it must say.
@@ -291,6 +292,20 @@ def test_more_assignments_than_int32_counts():
     pytest.raises(ValueError, match=r"expected ranks \* tokens \* top_k below 2\*\*31"),
   ):
     jax.eval_shape(lambda call: uep.sharded_moe(**call, config=CONFIG), call)
+
+
+def test_a_symbolic_number_of_tokens():
+  (tokens,) = export.symbolic_shape("b", constraints=["b>=1", "b<=64"])
+  call = arguments()
+  sizes = {
+    name: jax.ShapeDtypeStruct((G * tokens, *call.pop(name).shape[1:]), dtype)
+    for name, dtype in {"x": "float32", "expert_index": "int32", "gate": "float32"}.items()
+  }
+  with (
+    jax.set_mesh(mesh()),
+    pytest.raises(ValueError, match="tokens per rank: expected a number, got b"),
+  ):
+    jax.eval_shape(lambda sizes: uep.sharded_moe(**sizes, **call), sizes)
 
 
 def test_x64_mode():

@@ -340,8 +340,11 @@ def test_inputs_may_arrive_in_any_sharding(mesh, spec):
     assert y.sharding.spec == jax.typeof(x).sharding.spec
 
 
+@pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
 def test_a_mesh_is_required_with_the_axis():
   with pytest.raises(ValueError, match=r"mesh: expected .* 'expert' .*jax.set_mesh\(jax.make_mesh"):
+    make_model()
+  with make_mesh(AxisType.Auto), pytest.raises(ValueError, match="got that of `with mesh:`"):
     make_model()
   no_axis = jax.set_mesh(make_mesh(AxisType.Auto, (8,), ("model",)))
   with no_axis, pytest.raises(ValueError, match=r"axis of the mesh, \('model',\), got 'expert'"):
