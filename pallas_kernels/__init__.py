@@ -40,6 +40,7 @@ if TYPE_CHECKING:
   )
   from pallas_kernels.transfer.combine import check_sizes, combine
   from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+  from pallas_kernels.transfer.inbox import bounded_inbox
   from pallas_kernels.transfer.lists import TransferLists, transfer_lists
   from pallas_kernels.transfer.place import place, place_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
@@ -68,6 +69,7 @@ __all__ = [
   "TransferLists",
   "TransferTuning",
   "Tunings",
+  "bounded_inbox",
   "check_mesh",
   "check_sizes",
   "choose_tile",
@@ -129,6 +131,7 @@ _MODULES = {
   ),
   "transfer.combine": ("check_sizes", "combine"),
   "transfer.dispatch": ("dispatch", "dispatch_scaled"),
+  "transfer.inbox": ("bounded_inbox",),
   "transfer.lists": ("TransferLists", "transfer_lists"),
   "transfer.place": ("place", "place_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),

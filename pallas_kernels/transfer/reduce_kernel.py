@@ -19,12 +19,12 @@ from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.bulk import add_to
+from pallas_kernels.transfer.inbox import AHEAD
 from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of
 from pallas_kernels.transfer.tiles import Tiles
 from pallas_kernels.transfer.tuning import GRADIENT_UNIT, TransferTuning
 from pallas_kernels.warp.branches import one_if, when
 
-INBOX = 2  # tiles that a sender may be ahead of its parent
 UNIT = GRADIENT_UNIT  # elements that a warpgroup adds at a time, eight a thread
 _LAYOUT = plgpu.Layout.WG_STRIDED((UNIT,), vec_size=8)
 _AT_ONCE = 4  # units whose loads are under way together
@@ -89,7 +89,7 @@ def body(
 
   def sent(child: Array, step: Array) -> Any:
     """The tile that a child sent."""
-    return inbox_ref.at[worker, lax.rem(step, INBOX), place(child, rank)]
+    return inbox_ref.at[worker, lax.rem(step, AHEAD), place(child, rank)]
 
   def arrive(child: Array) -> None:
     pl.semaphore_wait(signals.at[place(child, rank)])
@@ -100,9 +100,9 @@ def body(
 
   def inbox_of(parent: Array, slot: Array, there: Array, step: Array) -> Any:
     """Where the tile of an own slot is sent to, once there is room."""
-    when(step >= INBOX)(lambda: pl.semaphore_wait(signals.at[num_others + slot]))
+    when(step >= AHEAD)(lambda: pl.semaphore_wait(signals.at[num_others + slot]))
     inbox = peers.remote_ref(inbox_ref, parent, axis_name)
-    return inbox.at[worker, lax.rem(step, INBOX), there]
+    return inbox.at[worker, lax.rem(step, AHEAD), there]
 
   def announce(parent: Array, there: Array) -> None:
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
@@ -238,7 +238,7 @@ def body(
         when(~forwards)(lambda: send(own, inbox, each.length))
         announce(parent, there)
 
-    when(takes & (step + INBOX < num_tiles))(lambda: each_child(begin, end, acknowledge))
+    when(takes & (step + AHEAD < num_tiles))(lambda: each_child(begin, end, acknowledge))
     return end
 
   step = jnp.int32(0)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.support import Array, AxisName
-from pallas_kernels.transfer import peers, reduce_kernel, trees
+from pallas_kernels.transfer import inbox, peers, reduce_kernel, trees
 from pallas_kernels.transfer import tiles as tiling
-from pallas_kernels.transfer.reduce_kernel import INBOX, UNIT
+from pallas_kernels.transfer.reduce_kernel import UNIT
 from pallas_kernels.transfer.reduce_work import Fields, work_list
 from pallas_kernels.transfer.tiles import Transfer
 from pallas_kernels.transfer.tuning import TransferTuning
@@ -63,7 +63,11 @@ def reduce_replicas(
   its parent or has no children; or the acknowledgement of the tile two before, which comes
   earlier too. It announces what it sends and acknowledges what it takes before it goes on. So
   of all waiting workers the one that is first in the order waits for one that does not wait. Who
-  adds to a home by itself waits for its own children alone, and the home for its end, behind all.
+  adds to a home by itself waits for its own children alone.
+
+  At the end worker 0 of a home's rank waits until all workers of its only child are done. So all
+  blocks must be resident at a time: a worker 0 that waits must not keep another block of its rank
+  from starting. ``TransferTuning.blocks`` is at most one for each SM.
 
   Args:
     replicas: ``[S, ...]`` each, all of float32 or all of bfloat16, gradients of this rank's replica
@@ -73,7 +77,8 @@ def reduce_replicas(
     replica_expert_GS: as for ``replicate``.
     parent_GS: as for ``replicate``: the rank that a slot's sum is sent to.
     axis_name: the expert mesh axis, of size G.
-    tuning: workers and tiles; must be the same on all ranks.
+    tuning: workers and tiles; must be the same on all ranks. ``None``: the default, with an inbox
+      of 1 GiB at most (see ``bounded_inbox``).
 
   Returns:
     The homes with the gradients of all replicas added.
@@ -89,7 +94,7 @@ def reduce_replicas(
     replica_expert_GS,
     parent_GS,
     axis_name=axis_name,
-    tuning=tuning or TransferTuning(),
+    tuning=tuning,
   )
   return list(homes) if transfer is None else transfer.launch()
 
@@ -101,13 +106,13 @@ def reduction(
   parent_GS: Array,
   *,
   axis_name: AxisName,
-  tuning: TransferTuning,
+  tuning: TransferTuning | None,
   work: Array | None = None,
 ) -> Transfer | None:
   """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
 
-  Its result is that of ``reduce_replicas``. ``work`` is the list of ``transfer_lists`` if there is
-  one.
+  Its result is that of ``reduce_replicas``, and so is its default tuning. ``work`` is the list of
+  ``transfer_lists`` if there is one.
   """
   replicas, homes = list(replicas), list(homes)
   _check(replicas, homes, replica_expert_GS, parent_GS, axis_name)
@@ -117,6 +122,8 @@ def reduction(
     return None
   (dtype,) = {home.dtype for home in homes}
   rows, sums = ([_rows(array) for array in arrays] for arrays in (replicas, homes))
+  if tuning is None:
+    tuning = inbox.bounded_inbox(TransferTuning().placed(), num_ranks, num_slots)
   tuning, tiles = tuning.placed(), tiling.cut("replicas", rows, tuning)
   if dtype == jnp.bfloat16 and (wrong := [x.length for x in tiles if x.length % UNIT]):
     raise ValueError(
@@ -129,8 +136,8 @@ def reduction(
     work = work_list(replica_expert_GS, parent_GS, peers.rank(axis_name), homes[0].shape[0])
   trees.check_list(work, Fields.length(num_ranks, num_slots, homes[0].shape[0]))
 
-  # Of two ranks every home has one child at most, and nothing is sent to an inbox.
-  inbox = (tuning.num_workers, INBOX, num_others, length) if num_ranks > 2 else (1, 1, 1, UNIT)
+  senders = inbox.senders(num_ranks, num_slots)
+  places = (tuning.num_workers, inbox.AHEAD, senders, length) if senders else (1, 1, 1, UNIT)
 
   def finish(results: Sequence[Array]) -> list[Array]:
     _, *sums = results
@@ -141,7 +148,7 @@ def reduction(
   return Transfer(
     operands=[work, *rows],
     updated=sums,
-    out_type=[jax.ShapeDtypeStruct(inbox, dtype)],
+    out_type=[jax.ShapeDtypeStruct(places, dtype)],
     scratch_types=[plgpu.Barrier(num_barriers=tuning.workers)] * 2,
     buffers=[plgpu.SMEM((tuning.workers, work.size), jnp.int32), buffer, buffer],
     body=functools.partial(

@@ -243,7 +243,6 @@ class Replicas:
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
 _TO_ONE = 8  # blocks, of two ranks: nobody adds in registers
-_LEAST_REDUCING, _INBOX_BYTES = 8, 1 << 30
 _MOST_SLOTS = 512  # of all ranks
 
 
@@ -263,19 +262,18 @@ def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
 
 
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
-  """``REDUCING``, with down to half of its blocks where their inbox would be above 1 GiB.
+  """``REDUCING``, with an inbox of 1 GiB at most; half of its blocks on two ranks.
 
-  Half of them too on two ranks, where the memory adds what a copy's rank sends: these fill the link
+  There the memory adds what a copy's rank sends, and so many blocks fill the link
   (docs/lab/kernels.md, Sums in the home's memory).
 
-  >>> [reducing_tuning(*sizes).blocks for sizes in ((2, 64), (4, 28), (8, 28), (64, 14))]
-  [8, 16, 13, 8]
+  >>> found = [reducing_tuning(*sizes) for sizes in ((2, 64), (4, 28), (8, 28), (32, 31))]
+  >>> [(each.blocks, each.tile_bytes) for each in found]
+  [(8, 65536), (16, 65536), (13, 65536), (8, 20480)]
   """
   if num_ranks == 2:
     return dataclasses.replace(REDUCING, blocks=_TO_ONE)
-  of_block = 2 * (num_ranks - 1) * num_slots * REDUCING.workers * REDUCING.tile_bytes
-  blocks = min(max(_INBOX_BYTES // max(of_block, 1), _LEAST_REDUCING), REDUCING.num_blocks)
-  return dataclasses.replace(REDUCING, blocks=blocks)
+  return kernels.bounded_inbox(REDUCING, num_ranks, num_slots)
 
 
 def _tuning(
