@@ -1,6 +1,7 @@
 """The model itself: construction with and without memory, tracing, and checks of its input."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +31,10 @@ SMALL = models.ModelConfig(
 )
 
 
-def make(config: models.ModelConfig) -> models.MoETransformer:
+def make(config: models.ModelConfig, **changes: Any) -> models.MoETransformer:
+  options: dict[str, Any] = {"param_dtype": jnp.bfloat16, "attention_block": 4} | changes
   return models.MoETransformer(
-    config,
-    balance=BalanceConfig(strategy="none"),
-    param_dtype=jnp.bfloat16,
-    attention_block=4,
-    rngs=nnx.Rngs(0),
+    config, balance=BalanceConfig(strategy="none"), rngs=nnx.Rngs(0), **options
   )
 
 
@@ -151,6 +149,18 @@ def test_batch_is_checked():
   assert "token_BT: expected a dtype of kind int32" in message(
     TypeError, token_BT=good.token_BT.astype(jnp.uint32)
   )
+
+
+def test_options_are_checked():
+  def message(error: type[Exception], **options: Any) -> str:
+    with jax.set_mesh(expert_mesh(2)), pytest.raises(error) as raised:
+      nnx.eval_shape(lambda: make(SMALL, **options))
+    return str(raised.value)
+
+  for block in (0, -8):
+    wanted = f"attention_block: expected at least 1, got {block}"
+    assert message(ValueError, attention_block=block) == wanted
+  assert message(TypeError, attention_block=8.0) == "attention_block: expected an int, got float"
 
 
 def test_mesh_is_checked():

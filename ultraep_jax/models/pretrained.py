@@ -44,7 +44,8 @@ def load(
   Raises:
     FileNotFoundError: no checkpoint in the folder, or a file of it is not there.
     ValueError: the configuration asks for something that is not supported, the tensors are not
-      those of the model, or no mesh that can hold the experts is in context.
+      those of the model, no mesh that can hold the experts is in context, or ``attention_block`` is
+      below 1.
     OSError: a file cannot be read.
   """
   config = ModelConfig.from_folder(folder)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ultraep_jax.block import check_mesh
-from ultraep_jax.config import BalanceConfig, check_choice
+from ultraep_jax.config import BalanceConfig, check_choice, check_int
 from ultraep_jax.gating import check_choices
 from ultraep_jax.models import layers
 from ultraep_jax.models.config import ModelConfig
@@ -93,16 +93,18 @@ class MoETransformer(nnx.Module):
       param_dtype: of all parameters but routers and selection biases.
       attention: ``"cudnn"`` (flash attention on NVIDIA GPUs, 16 bits, values as wide as keys),
         ``"portable"`` (plain JAX) or ``"auto"``: cuDNN if it can.
-      attention_block: tokens that portable attention takes together; divides the length of rows.
-        Where requests start at multiples of it, it does not depend on what else is in a row.
+      attention_block: tokens that portable attention takes together, at least 1; divides the length
+        of rows. Where requests start at multiples of it, it does not depend on what else is in a
+        row.
       rngs: the stream ``params`` is used.
 
     Raises:
-      ValueError: no mesh with axis ``"expert"`` is in context, it does not divide the experts, or
-        ``attention`` is none of the names.
+      ValueError: no mesh with axis ``"expert"`` is in context, it does not divide the experts,
+        ``attention`` is none of the names, or ``attention_block`` is below 1.
     """
     check_mesh(AXIS, config.gating.num_experts)
     check_choice("attention", attention, ("auto", "cudnn", "portable"))
+    check_int("attention_block", attention_block, minimum=1)
 
     def param(spec: Spec) -> nnx.Param[Array]:
       return nnx.Param(random_param(rngs.params(), spec, param_dtype), out_sharding=spec.axes)
