@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from ultraep_jax.activations import GatedUnit
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import Mesh, axis_size
 from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout, Plan
+
+_COMPUTE_DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
 
 def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) -> None:
@@ -45,9 +48,30 @@ def check_config(config: object) -> None:
 
 
 def check_compute_dtype(name: str, value: Any) -> None:
-  """Raises unless the dtype is one that the layer computes in."""
-  if value.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+  """Raises unless the dtype of an array is one that the layer computes in."""
+  if value.dtype not in _COMPUTE_DTYPES:
     raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {value.dtype}")
+
+
+def as_compute_dtype(name: str, value: DTypeLike | None, others: str = "") -> jnp.dtype:
+  """One of the dtypes that the layer computes in.
+
+  Args:
+    name: of the argument.
+    value: the dtype.
+    others: what else the argument may be, for the message.
+
+  Raises:
+    TypeError: another dtype, or none at all.
+  """
+  found = None
+  if value is not None:  # which NumPy takes for float64
+    with contextlib.suppress(TypeError, ValueError):
+      found = jnp.dtype(value)
+  if found is None or found not in _COMPUTE_DTYPES:
+    got = repr(value) if found is None else found
+    raise TypeError(f"{name}: expected bfloat16, float16 or float32{others}, got {got}")
+  return found
 
 
 def check_plan(plan: Any, num_experts: int, num_ranks: int) -> None:

@@ -188,6 +188,10 @@ def test_what_cannot_be_saved(tmp_path):
       return str(raised.value)
 
     assert "expected the configuration of the model" in message(ValueError, like=FOLDER / "olmoe")
+    for dtype in ("float17", "float64", "int32", "float8_e4m3fn"):
+      wanted = 'dtype: expected bfloat16, float16 or float32, "stored" or None, got'
+      assert wanted in message(TypeError, dtype=dtype)
+    assert not (tmp_path / "new").exists()
     write_checkpoint(tmp_path / "new", [{"a": np.zeros(1, np.float32)}])
     assert "expected no file yet" in message(FileExistsError)
     assert "expected no weights yet" in message(FileExistsError, file_bytes=10_000)

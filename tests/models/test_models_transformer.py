@@ -1,6 +1,7 @@
 """The model itself: construction with and without memory, tracing, and checks of its input."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -28,6 +29,11 @@ SMALL = models.ModelConfig(
   dense_dim=24,
   expert_dim=8,
   gating=GatingConfig(num_experts=8, num_experts_per_tok=2),
+)
+
+WRONG_DTYPES = (
+  *(("float17", "'float17'"), (None, "None"), (jnp.int32, "int32"), ("float64", "float64")),
+  *((jnp.float8_e4m3fn, "float8_e4m3fn"), ({"a": 1}, "{'a': 1}")),
 )
 
 
@@ -161,6 +167,9 @@ def test_options_are_checked():
     wanted = f"attention_block: expected at least 1, got {block}"
     assert message(ValueError, attention_block=block) == wanted
   assert message(TypeError, attention_block=8.0) == "attention_block: expected an int, got float"
+  for name, (dtype, got) in itertools.product(("dtype", "param_dtype"), WRONG_DTYPES):
+    wanted = f"{name}: expected bfloat16, float16 or float32, got {got}"
+    assert message(TypeError, **{name: dtype}) == wanted
 
 
 def test_mesh_is_checked():

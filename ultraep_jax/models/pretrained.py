@@ -35,8 +35,9 @@ def load(
   Args:
     folder: of the checkpoint.
     balance: how every mixture of experts balances.
-    dtype: of the computation.
-    param_dtype: of the parameters but routers and selection biases; ``None``: ``dtype``.
+    dtype: of the computation: bfloat16, float16 or float32.
+    param_dtype: of the parameters but routers and selection biases: one of the same; ``None``:
+      ``dtype``.
     attention: as for ``MoETransformer``.
     attention_block: likewise.
     threads: that read and convert.
@@ -46,6 +47,7 @@ def load(
     ValueError: the configuration asks for something that is not supported, the tensors are not
       those of the model, no mesh that can hold the experts is in context, or ``attention_block`` is
       below 1.
+    TypeError: another dtype.
     OSError: a file cannot be read.
   """
   config = ModelConfig.from_folder(folder)

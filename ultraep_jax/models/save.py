@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from ultraep_jax.checks import as_compute_dtype
 from ultraep_jax.config import check_int
 from ultraep_jax.models.checkpoint import Checkpoint
 from ultraep_jax.models.config import ModelConfig
@@ -64,9 +65,9 @@ def save(
     like: the folder that the model was loaded from. Its configuration and tokenizer are copied,
       and the tensors that the model does not hold, such as layers that predict several tokens.
       It may lack the tensors; then those are missing.
-    dtype: of all floating point tensors. ``"stored"``: of each as in ``like``; then what was
-      loaded and not changed is written back bit for bit. ``None``: of each as the model holds it,
-      so that nothing is rounded.
+    dtype: of all floating point tensors: bfloat16, float16 or float32. ``"stored"``: of each as in
+      ``like``; then what was loaded and not changed is written back bit for bit. ``None``: of each
+      as the model holds it, so that nothing is rounded.
     file_bytes: of tensors in a file; a larger tensor has a file of its own.
 
   Raises:
@@ -74,7 +75,10 @@ def save(
     FileExistsError: the folder has weights.
     FileNotFoundError: ``like`` has no configuration, or no tensors and ``dtype`` is ``"stored"``.
     OSError: a file cannot be read or written.
+    TypeError: another dtype.
   """
+  if dtype is not None and dtype != "stored":
+    dtype = as_compute_dtype("dtype", dtype, ', "stored" or None')
   check_int("file_bytes", file_bytes, minimum=1)
   folder, like = pathlib.Path(folder), pathlib.Path(like)
   hf = read_object(like / "config.json")

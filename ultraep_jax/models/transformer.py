@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ultraep_jax.block import check_mesh
+from ultraep_jax.checks import as_compute_dtype
 from ultraep_jax.config import BalanceConfig, check_choice, check_int
 from ultraep_jax.gating import check_choices
 from ultraep_jax.models import layers
@@ -89,8 +90,9 @@ class MoETransformer(nnx.Module):
     Args:
       config: of the model.
       balance: how every mixture of experts balances.
-      dtype: of the computation. Routers, softmax, norms and rotary positions use float32.
-      param_dtype: of all parameters but routers and selection biases.
+      dtype: of the computation: bfloat16, float16 or float32. Routers, softmax, norms and rotary
+        positions use float32.
+      param_dtype: of all parameters but routers and selection biases: one of the same.
       attention: ``"cudnn"`` (flash attention on NVIDIA GPUs, 16 bits, values as wide as keys),
         ``"portable"`` (plain JAX) or ``"auto"``: cuDNN if it can.
       attention_block: tokens that portable attention takes together, at least 1; divides the length
@@ -101,10 +103,13 @@ class MoETransformer(nnx.Module):
     Raises:
       ValueError: no mesh with axis ``"expert"`` is in context, it does not divide the experts,
         ``attention`` is none of the names, or ``attention_block`` is below 1.
+      TypeError: another dtype.
     """
     check_mesh(AXIS, config.gating.num_experts)
     check_choice("attention", attention, ("auto", "cudnn", "portable"))
     check_int("attention_block", attention_block, minimum=1)
+    self.dtype = as_compute_dtype("dtype", dtype)
+    param_dtype = as_compute_dtype("param_dtype", param_dtype)
 
     def param(spec: Spec) -> nnx.Param[Array]:
       return nnx.Param(random_param(rngs.params(), spec, param_dtype), out_sharding=spec.axes)
@@ -119,7 +124,6 @@ class MoETransformer(nnx.Module):
     )
     self.config = config
     self.balance = balance
-    self.dtype = jnp.dtype(dtype)
     names = ("cudnn", "portable") if attention == "auto" else (attention,)
     self.attention = layers.Attention(names, attention_block)
 
