@@ -28,7 +28,7 @@ def open_checkpoints(folder: pathlib.Path, every: int, resume: bool) -> ocp.Chec
   if resume != (latest is not None):
     manager.close()
     if resume:
-      raise SettingsError(f"--resume: expected a checkpoint in {folder}, got none")
+      raise SettingsError(f"--checkpoint-dir: expected a checkpoint in {folder}, got none")
     raise SettingsError(
       f"--checkpoint-dir: expected no checkpoint in {folder} without --resume, got step {latest}"
     )

@@ -231,7 +231,10 @@ def test_strategies_without_replicas(finished, tmp_path):
     ("--strategy best", "invalid choice: 'best'"),
     ("--resume", "--resume: expected --checkpoint-dir with it, got none"),
     ("--checkpoint-every 0", "--checkpoint-every: expected at least 1, got 0"),
-    ("--checkpoint-dir {folder} --resume", "--resume: expected a checkpoint in {folder}, got none"),
+    (
+      "--checkpoint-dir {folder} --resume",
+      "--checkpoint-dir: expected a checkpoint in {folder}, got none",
+    ),
   ],
 )
 def test_bad_flags_are_named(flags, message, tmp_path, monkeypatch, capsys):

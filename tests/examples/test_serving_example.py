@@ -60,4 +60,6 @@ def test_serves_what_was_trained(state, capsys):
 def test_says_what_is_wrong(tmp_path, capsys):
   with pytest.raises(SystemExit):
     serve_tiny_moe.main(["--checkpoint-dir", str(tmp_path)])
-  assert "expected a checkpoint in" in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert f"--checkpoint-dir: expected a checkpoint in {tmp_path}, got none" in said
+  assert "--resume" not in said
