@@ -14,6 +14,7 @@ from command_line import command, run
 from source_tree import ROOT
 
 from ultraep_jax import cli
+from ultraep_jax.commands import view
 from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as files
 
@@ -50,6 +51,16 @@ def test_view_writes_a_page(tmp_path, capsys):
   assert data is not None
   runs = json.loads(data[1])["runs"]
   assert [(r["name"], r["steps"]) for r in runs] == [("first", 4), ("second", 1)]
+
+
+@pytest.mark.parametrize("steps", ["100:200", "6:", ":0"])
+def test_view_says_which_steps_there_are(steps, tmp_path, capsys):
+  folder, page = traces.write(tmp_path / "first", steps=6), tmp_path / "page.html"
+  status, _, err = run(capsys, "view", folder, "--html", page, "--steps", steps)
+  assert status == 1 and not page.exists()
+  assert f"{folder}: expected --steps among its steps, 0 to 5, got {steps}" in err
+  served = view.page_of([str(folder)], slice(100, 200))
+  assert "expected --steps among its steps, 0 to 5, got 100:200" in served
 
 
 @pytest.mark.parametrize("damage", ["nothing there", "another program", "no right", "damaged"])
@@ -121,3 +132,10 @@ def test_view_refuses_other_steps(steps, tmp_path, capsys):
   with pytest.raises(SystemExit, match="2"):
     cli.main(["view", str(tmp_path), "--steps", steps])
   assert f"expected A:B, got '{steps}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", ["10:5", "5:5"])
+def test_view_refuses_steps_that_are_none(steps, tmp_path, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    cli.main(["view", str(tmp_path), "--steps", steps])
+  assert f"expected A:B with A below B, got '{steps}'" in capsys.readouterr().err

@@ -10,6 +10,8 @@ import pathlib
 import webbrowser
 from collections.abc import Sequence
 
+import numpy as np
+
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.trace.format import TraceError
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return _serve(args)
   try:
     check_output(args.html)
-    traces = [read(path, steps=args.steps) for path in args.traces]
+    traces = [_read(path, args.steps) for path in args.traces]
     write_text(args.html, render(traces))
   except (TraceError, OSError) as error:
     raise CommandError(str(error)) from None
@@ -56,6 +58,30 @@ def run(args: argparse.Namespace) -> int:
   if args.open:
     webbrowser.open(args.html.resolve().as_uri())
   return 0
+
+
+def _read(path: str, steps: slice | None) -> Trace:
+  """The trace, of these steps alone.
+
+  Raises:
+    TraceError: as ``read``, or the trace has steps but none of these.
+  """
+  trace = read(path, steps=steps)
+  if steps is None or len(trace):
+    return trace
+  there: set[int] = set()
+
+  def note(step_N: np.ndarray) -> np.ndarray:
+    there.update(step_N.tolist())
+    return np.zeros(step_N.shape, bool)
+
+  read(path, steps=note)
+  if there:
+    asked = ":".join("" if end is None else str(end) for end in (steps.start, steps.stop))
+    raise TraceError(
+      f"{path}: expected --steps among its steps, {min(there)} to {max(there)}, got {asked}"
+    )
+  return trace
 
 
 def _line(trace: Trace) -> str:
@@ -71,7 +97,7 @@ def _line(trace: Trace) -> str:
 def page_of(paths: Sequence[str], steps: slice | None) -> str:
   """The page of these traces, or one that says why there is none."""
   try:
-    return render([read(path, steps=steps) for path in paths])
+    return render([_read(path, steps) for path in paths])
   except (TraceError, OSError) as error:
     return error_page(str(error), "Reload this page when it is there.")
 
@@ -97,4 +123,6 @@ def _steps(text: str) -> slice:
     low, high = (int(part) if part else None for part in text.split(":"))
   except ValueError:
     raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
+  if low is not None and high is not None and low >= high:
+    raise argparse.ArgumentTypeError(f"expected A:B with A below B, got {text!r}")
   return slice(low, high)
