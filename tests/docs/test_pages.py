@@ -15,6 +15,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = sorted(ROOT.glob("docs/*.md"))
 MADE = {ROOT / "docs" / name for name in make_site.MADE}
 WRITTEN = [ROOT / "README.md", *(page for page in GUIDES if page not in MADE)]
+LINKED = [
+  *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+  *(page for page in sorted(ROOT.glob("docs/**/*.md")) if page not in MADE),
+]
 # Blocks with a title, such as what they need, are not run.
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # A block right behind a block of code shows what that prints.
@@ -107,6 +111,29 @@ def test_long_sentences_are_found():
 def test_pages_are_no_longer_than_readers_read():
   for name, most in (("README.md", 120), ("docs/results.md", 250)):
     assert len((ROOT / name).read_text().splitlines()) <= most, name
+
+
+# --- links -----------------------------------------------------------------------------------
+
+
+def missing_links(page: pathlib.Path) -> list[str]:
+  """Those to files that a clone does not have; what is made for the site alone is none of it."""
+  prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+  links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose) if "://" not in link]
+  targets = {link: (page.parent / link).resolve() for link in links}
+  return [link for link, path in targets.items() if path in MADE or not path.exists()]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_exist_in_a_clone(page):
+  assert not missing_links(page)
+
+
+def test_missing_links_are_found(tmp_path):
+  made = os.path.relpath(ROOT / "docs/changelog.md", tmp_path)
+  page = tmp_path / "page.md"
+  page.write_text(f"[1](page.md#a) [2](none.md) [3]({made}) [4](https://a.b/c) `[5](none.md)`")
+  assert missing_links(page) == ["none.md", made]
 
 
 # --- the site --------------------------------------------------------------------------------

@@ -84,16 +84,6 @@ def test_readme_has_a_demo_and_ci_runs_its_tests_last():
   assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-@pytest.mark.parametrize(
-  "document", ["README.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-)
-def test_links_of_documents_exist(document):
-  path = ROOT / document
-  prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
-  for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
-    assert "://" in link or (path.parent / link).exists(), f"{document}: {link}"
-
-
 def test_files_are_short():
   """A file has one subject; a test file goes with one of them."""
   lines = {path: (ROOT / path).read_text().count("\n") for path in FILES}
