@@ -15,8 +15,8 @@ class GatedUnit:
   """A function of both projections of a gated expert, ``wo(function(x wi_gate, x wi_up))``.
 
   A function of one argument, such as ``jax.nn.silu``, stands for ``act(gate) * up``, and needs no
-  ``GatedUnit``. Equal if the function is the same object: make it once, as it is a static argument
-  of compiled programs.
+  ``GatedUnit``. Equal if the functions are. A function of your own equals itself alone: make it
+  once, as it is a static argument of compiled programs.
 
   >>> import jax, jax.numpy as jnp
   >>> reglu = GatedUnit(lambda gate, up: jax.nn.relu(gate) * up)
@@ -51,7 +51,28 @@ swiglu = GatedUnit(_swiglu)
 geglu = GatedUnit(_geglu)
 
 
-@functools.cache
+@dataclasses.dataclass(frozen=True)
+class _Clamped:
+  """Of ``clamped_swiglu``."""
+
+  alpha: float
+  limit: float
+
+  def __call__(self, gate: Array, up: Array) -> Array:
+    gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+    return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clipped:
+  """Of ``clipped_swiglu``."""
+
+  limit: float
+
+  def __call__(self, gate: Array, up: Array) -> Array:
+    return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+
+
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> GatedUnit:
   """GPT-OSS's: ``g * sigmoid(alpha * g) * (u + 1)``, g at most ``limit``, u within ``±limit``.
 
@@ -59,26 +80,16 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> GatedUnit:
   >>> unit(jnp.array(1e3), jnp.array([1e3, -1e3])).tolist()
   [55.99..., -41.99...]
   """
-
-  def clamped(gate: Array, up: Array) -> Array:
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
-
-  return GatedUnit(clamped)
+  return GatedUnit(_Clamped(alpha, limit))
 
 
-@functools.cache
 def clipped_swiglu(limit: float = 10.0) -> GatedUnit:
   """DeepSeek-V4's: ``silu(g) * u``, g at most ``limit``, u within ``±limit``.
 
   >>> clipped_swiglu(2.0)(jnp.array(1e3), jnp.array([1e3, 1.0])).tolist()
   [3.52..., 1.76...]
   """
-
-  def clipped(gate: Array, up: Array) -> Array:
-    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-
-  return GatedUnit(clipped)
+  return GatedUnit(_Clipped(limit))
 
 
 def squared_relu(x: Array) -> Array:

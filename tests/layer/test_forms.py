@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pickle
 from typing import NamedTuple
 
 import jax
@@ -233,9 +234,22 @@ def test_units_of_equal_settings_are_equal():
   for make in (activations.clamped_swiglu, activations.clipped_swiglu):
     assert make(limit=3.0) == make(limit=3.0) and hash(make()) == hash(make())
     assert make(limit=3.0) != make(limit=4.0)
+  assert activations.clamped_swiglu(1.702, 7.0) == activations.clamped_swiglu()  # by place or not
+  assert activations.clamped_swiglu(limit=3.0) != activations.clipped_swiglu(3.0)
   one, other = (activations.unit(jax.nn.silu, Layout.APART) for _ in range(2))
   assert one == other and hash(one) == hash(other)
   assert uep.GatedUnit(jnp.multiply) == uep.GatedUnit(jnp.multiply)
+
+
+@pytest.mark.parametrize("make", [activations.clamped_swiglu, activations.clipped_swiglu])
+def test_units_that_were_pickled_compile_nothing_anew(make):
+  unit = make(limit=3.0)
+  other = pickle.loads(pickle.dumps(unit))
+  assert other == unit and other is not unit and hash(other) == hash(unit)
+  run = jax.jit(lambda unit, gate, up: unit(gate, up), static_argnums=0)
+  gate, up = reference_values()
+  np.testing.assert_array_equal(run(unit, gate, up), run(other, gate, up))
+  assert run._cache_size() == 1
 
 
 class Scaled:

@@ -149,7 +149,7 @@ def test_gpt_oss():
     num_heads=64, num_key_heads=8, head_dim=64, bias=True, out_bias=True, sinks=True
   )
   assert config.attention == (dataclasses.replace(whole, window=128), whole) * 18
-  assert config.runs == ((0, 1),) and config.activation is clamped_swiglu(1.702, 7.0)
+  assert config.runs == ((0, 1),) and config.activation == clamped_swiglu(1.702, 7.0)
   assert config.expert_layout == "interleaved" and config.expert_bias and config.router_bias
   yarn = config.rotary.yarn
   assert yarn is not None and not yarn.truncate
