@@ -119,7 +119,7 @@ def most_turns(num_ranks: int, num_slots: int, num_home: int) -> int:
   """In which copies can be sent; keys of what is to do have place for so many in int32.
 
   >>> most_turns(8, 14, 16)
-  19972
+  19971
   """
   of_turn = 4 * num_ranks * (num_home + num_slots) * max(num_ranks * num_slots, 1)
   return int(jnp.iinfo(jnp.int32).max) // of_turn - 1
