@@ -70,6 +70,11 @@ def _why_not_compiled(generations: Sequence[int], device: Any) -> str | None:
   return f"the kernels need {names} GPUs, this is a {device.device_kind}"
 
 
+def has_instructions(device: Any) -> bool:
+  """Whether a GPU, here or described, has the instructions of every operation's kernels."""
+  return all(generation(device) in needs.generations for needs in NEEDS.values())
+
+
 def generation(device: Any) -> int | None:
   """The major compute capability of a GPU; ``None`` if it is of AMD or of no known name."""
   if (capability := getattr(device, "compute_capability", None)) is not None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from programs import kernels
 
+import pallas_kernels
 from ultraep_jax.bench import contest, timing
 from ultraep_jax.bench.contest import Outcome
 from ultraep_jax.bench.kernels import beside
@@ -72,6 +73,7 @@ def test_what_is_measured_is_written(tmp_path, monkeypatch, capsys):
     return {name: [{"8": 30e-6, "72": 190e-6, "none": 1e-4}.get(name, 2e-4)] for name in runs}
 
   monkeypatch.setattr(costs, "devices_for_kernels", lambda: None)
+  monkeypatch.setattr(pallas_kernels, "has_instructions", lambda device: True)  # not even a CPU's
   monkeypatch.setattr(contest, "hold", hold)
   monkeypatch.setattr(timing, "in_turn", in_turn)
   monkeypatch.setattr(costs, "balance_runs", lambda *_: {"none": None, "quota": None})

@@ -25,13 +25,15 @@ H200 = Device.load("h200")
 def test_every_number_says_where_it_is_from(name):
   device = Device.load(name)
   assert device.name == name and device.hardware
-  for layer in (device, device.portable):
+  portable = device.running(kernels=False)
+  for layer in (device, portable):
     assert tuple(layer.facts) == tuple(facts.FACTS)
     for each in (*layer.facts.values(), *layer.matmuls):
       assert each.source and each.kind in facts.KINDS, each
-  assert device.portable.portable is None
+  assert portable.portable is None and portable.in_blocks
   assert device["peak"] > max(rate.forward for rate in device.matmuls)
-  assert device["link_rate"] >= device["copy_rate"] > device.portable["copy_rate"]
+  assert device["link_rate"] >= device["copy_rate"]
+  assert portable is device or device["copy_rate"] > portable["copy_rate"]
 
 
 def test_what_is_not_said_is_scaled_by_data_sheets():
@@ -82,6 +84,35 @@ def test_the_portable_layer_shares_what_it_does_not_say():
   assert H200.portable["memory_rate"] == H200["memory_rate"]
   assert H200.portable["matmul_tile"] == 1024 and H200["matmul_tile"] == 128
   assert H200.portable.tunings == H200.tunings
+
+
+def test_what_cannot_run_kernels_is_described_in_plain_jax():
+  for name in Device.names():
+    device = Device.load(name)
+    assert device.layer.endswith("plain JAX" if "a100" in name else "kernels"), name
+    assert device.running(kernels=False).layer == "the layer in plain JAX"
+  a100, h100 = Device.load("a100"), Device.load("h100")
+  assert a100.running(kernels=True) is a100.on_nodes() is a100 and a100.in_blocks
+  links = a100["link_rate"] / h100["link_rate"]
+  assert a100["copy_rate"] == pytest.approx(links * h100.portable["copy_rate"])
+  assert a100.matmul_rate(4096, 1536) == 1.1e14  # of its file's "portable"
+
+
+@pytest.mark.parametrize(
+  ("like", "kinds", "layer"),
+  [
+    ("h200", ["NVIDIA L40S"], "the layer in plain JAX"),
+    ("h200", ["NVIDIA L40S", "NVIDIA H800"], "the layer on kernels"),
+    ("h200", [], "the layer on kernels"),
+    ("a100", [], "the layer in plain JAX"),
+    ("a100", ["NVIDIA H800"], "the layer in plain JAX"),  # what kernels cost is not known
+  ],
+)
+def test_kinds_say_whether_kernels_run(like, kinds, layer):
+  device = parse(json.dumps({"format": 1, "like": like, "kinds": kinds}))
+  assert device.layer == layer
+  base = Device.load(like).running(kernels=layer == "the layer on kernels")
+  assert device["copy_rate"] == base["copy_rate"] and device.in_blocks == base.in_blocks
 
 
 # --- rates between what was measured -------------------------------------------------------------
@@ -145,6 +176,7 @@ def test_the_mesh_says_which_devices_count(kind, platform, name):
   with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("expert",), abstract_device=device)):
     found = known.resolve()
     assert known.resolve(H200) is H200
+    assert found is None or found.layer.endswith("plain JAX" if "L40" in kind else "kernels")
   assert (None if found is None else found.name) == name
   assert known.resolve() is None  # the CPU's
 

@@ -57,7 +57,12 @@ class Described:
 def test_described_gpus_have_the_generation_of_their_name(kind, generation):
   assert support.generation(Described(kind)) == generation
   answer = support.why_unsupported("plan", Described(kind), (0, 12, 0))
-  assert (answer is None) == (generation is not None)
+  assert (answer is None) == (generation is not None) == support.has_instructions(Described(kind))
+
+
+def test_what_a_gpu_can_counts_before_its_name():
+  assert support.has_instructions(Device(compute_capability="9.0"))
+  assert not support.has_instructions(Device(compute_capability="8.0"))
 
 
 @pytest.mark.parametrize(

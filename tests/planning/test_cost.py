@@ -94,6 +94,13 @@ def test_the_config_decides():
   assert layer_cost(*args, dataclasses.replace(TIME, copy_rows=7)).plan.copy_rows == 7
 
 
+def test_no_kernels_are_assumed_where_they_cannot_run():
+  without = {"moving": False, "multiplying": False, "planning": False}
+  for domain in (2, 8):
+    args = Device.load("a100"), BF16, experts(4096, 1536), 1000
+    assert cost_on(*args, domain=domain) == cost_on(*args, **without, domain=domain)
+
+
 def test_a_plan_without_a_kernel_costs_its_search_and_more_among_more_ranks():
   args = H200, BF16, experts(4096, 1536), 1000
   row = costs.row_seconds(H200, 4096, 1536)

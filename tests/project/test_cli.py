@@ -371,6 +371,19 @@ def test_plan_makes_workloads_and_weighs_time(capsys):
     assert answer["imbalance"]["after"] <= answer["imbalance"]["before"]
 
 
+def test_plan_weighs_copies_in_plain_jax_where_kernels_cannot_run(capsys):
+  """A fifth of 23200 rows is less than a copy takes among 4 ranks, and more than among 2."""
+  sizes = ("--ranks", 4, "--experts", 8, "--tokens", 11600, "--top-k", 2, "--ratio", 1.2)
+  weighed = (*sizes, "--objective", "time", "--width", 2048, "--inner", 768, "--device")
+  for device, layer in (("h200", "the layer on kernels"), ("a100", "the layer in plain JAX")):
+    answer = json.loads(run(capsys, "plan", *weighed, device, "--json")[1])
+    assert answer["costs"] == f"{device}, {layer}"
+    assert (answer["copies"] == 0) == (device == "a100")
+    text = run(capsys, "plan", *weighed, device)[1]
+    assert f"costs                of {device}, {layer} (--device)\n" in text
+  assert "costs" not in json.loads(run(capsys, "plan", *sizes, "--json")[1])
+
+
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [

@@ -65,7 +65,7 @@ def test_simulate_takes_widths_from_the_trace(tmp_path, capsys):
   status, said, _ = run(capsys, "simulate", "--trace", folder, "--strategies", "none", "quota")
   assert status == 0
   assert said.startswith("wide: 8 experts, D 4096, F 1536, K 2, training; loads: ")
-  assert "predicted for h200 (--device): 4 ranks" in said
+  assert "predicted for h200 (--device), the layer on kernels: 4 ranks" in said
   assert "datasheet" not in said and "attention and other layers: they count as 0" in said
   verbose = run(capsys, "simulate", "--trace", folder, "--strategies", "none", "--verbose")[1]
   assert "copy_rate" in verbose and "measured" in verbose
@@ -100,6 +100,19 @@ def test_slots_are_recommended_that_make_the_load_even(tmp_path, capsys):
   assert most["memory_mb"] == pytest.approx(2 * 3 * 4096 * 1536 * 4e-6)
   assert some["memory_mb"] == pytest.approx(most["memory_mb"] / 2)
   assert answer["advice"].startswith("replica_slots=") and "→ 1.00" in answer["advice"]
+
+
+def test_what_cannot_run_kernels_is_weighed_in_plain_jax(tmp_path, capsys):
+  folder = write(tmp_path / "trace", WIDE, tokens=4096)
+  answer = json.loads(run(capsys, "recommend", folder, "--device", "a100", "--json")[1])
+  assert (answer["device"], answer["layer"]) == ("a100", "the layer in plain JAX")
+  load_NE = read(folder).load_NGE.sum(axis=1)
+  busiest = load_NE.reshape(len(load_NE), 4, -1).sum(axis=-1).max(axis=-1).mean()
+  work = 6 * 4096 * 1536 * busiest
+  assert 1e-3 * answer["slots"][0]["layer_ms"] > work / 1.1e14 + 2 * work / 9e13  # a100.json
+  for name, layer in (("a100", "the layer in plain JAX"), ("h200", "the layer on kernels")):
+    out = run(capsys, "recommend", folder, "--device", name)[1]
+    assert f"times predicted for {name} (--device), {layer}\n" in out
 
 
 def test_what_is_saved_is_told_for_all_layers_of_a_step(tmp_path, capsys):

@@ -39,6 +39,21 @@ def test_several_domains_are_several_nodes(capsys):
   assert [note in data["notes"] for data in found] == [False, True]
 
 
+@pytest.mark.parametrize("device, on_kernels", [("a100", False), ("h200", True)])
+def test_what_cannot_run_kernels_is_simulated_in_plain_jax(device, on_kernels, capsys):
+  seconds = []
+  for more in ([], ["--portable"]):
+    command = ["simulate", *TINY, "--seeds", "1", "--strategies", "none", "--device", device, *more]
+    assert cli.main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    layer = "the layer on kernels" if on_kernels and not more else "the layer in plain JAX"
+    assert data["device"]["layer"] == layer
+    assert cli.main(command) == 0
+    assert f"predicted for {device} (--device), {layer}: 8 ranks" in capsys.readouterr().out
+    seconds.append(data["strategies"][0]["layer_seconds"])
+  assert (seconds[0] < seconds[1]) if on_kernels else (seconds[0] == seconds[1])
+
+
 def test_simulate_prints_json_from_recorded_loads(tmp_path, capsys):
   # With fewer tokens reading weights counts, and even loads make every rank read all of its own.
   loads = np.stack([zipf_loads(seed, 128, 8, 2048, 8, 1.8) for seed in range(2)])[:, None]

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--transfer", choices=("auto", "direct", "relay"), default="auto", help="(%(default)s)")
   add("--width", type=int, help="D, hidden width, for the bytes and the cost of a copy")
   add("--inner", type=int, help="F, inner width of an expert, likewise")
-  add("--device", default="h200", help="its description, by name or file (%(default)s)")
+  add("--device", default="h200", help="has the costs: its description, name or file (%(default)s)")
   add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
   add("--json", action="store_true", help="print JSON, with the whole plan")
 
@@ -81,11 +81,15 @@ def run(args: argparse.Namespace) -> int:
       )
     config.domain_of(len(load_GE))  # which not every strategy asks for
     weights = _expert(args)
-    plan = strategy.plan(jnp.asarray(load_GE), config, _cost(args, load_GE, weights, config))
+    device = Device.load(args.device) if config.objective == "time" else None
+    cost = _cost(args, load_GE, device, weights, config)
+    plan = strategy.plan(jnp.asarray(load_GE), config, cost)
   except (ValueError, TypeError, OSError) as error:
     raise CommandError(str(error)) from None
   copy_bytes = 0 if weights is None else weights.expert_size * jnp.dtype(args.dtype).itemsize
   answer = _answer(load_GE, plan, config, copy_bytes)
+  if device is not None:
+    answer["costs"] = f"{device.name}, {device.layer}"
   if args.loads is None:
     answer["generated"] = f"{args.workload}, --ratio {args.ratio:g}, --seed {args.seed}"
   print(json.dumps(answer, indent=2) if args.json else _text(answer))
@@ -197,16 +201,18 @@ def _expert(args: argparse.Namespace) -> ExpertWeights | None:
 def _cost(
   args: argparse.Namespace,
   load_GE: np.ndarray,
+  device: Device | None,
   weights: ExpertWeights | None,
   config: BalanceConfig,
 ) -> PlanCost | None:
-  if config.objective == "balance":
+  if device is None:
     return None
   if weights is None:
     raise ValueError("--objective time: expected --width and --inner, which say what copies cost")
-  capacity = row_capacity(int(load_GE.sum(axis=1).max()), 1, len(load_GE), config)
-  device = Device.load(args.device)
-  return cost_on(device, jnp.dtype(args.dtype), weights, max(capacity, 1)).plan
+  num_ranks = len(load_GE)
+  capacity = max(row_capacity(int(load_GE.sum(axis=1).max()), 1, num_ranks, config), 1)
+  domain = config.domain_of(num_ranks)
+  return cost_on(device, jnp.dtype(args.dtype), weights, capacity, domain=domain).plan
 
 
 def _answer(
@@ -266,6 +272,7 @@ def _text(answer: dict[str, Any]) -> str:
     f"{answer['assignments']} assignments, {mean:.1f} a rank",
     f"busiest / mean rank  {imbalance['before']:.3f} before, {imbalance['after']:.3f} after "
     f"(the domains allow {imbalance['floor']:.3f})",
+    *([f"costs                of {answer['costs']} (--device)"] if "costs" in answer else []),
     f"copies               {answer['copies']}{size}; {answer['relayed']} relayed, at most "
     f"{answer['busiest_sender']} sent by a rank, {answer['depth']} links deep",
     f"remote assignments   {remote['before']:.1%} before, {remote['after']:.1%} after",

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
   """Plans with each number of slots and prints what they bring."""
   try:
     trace = read(args.trace)
-    device = _device(args.device)
+    device = Device.load(args.device) if args.device else known.resolve() or Device.load("h200")
     shape, notes = model_of(trace, args.model)
     part = trace[_chosen(trace, args.records)]
     rows = []
@@ -66,15 +66,11 @@ def run(args: argparse.Namespace) -> int:
     row["memory_mb"] = row["slots"] * shape.expert_params * 1e-6 * (_COPY_BYTES + gradient_bytes)
   advice = _advice(rows, device.name)
   if args.json:
-    print(json.dumps({"device": device.name, "slots": rows, "advice": advice}, indent=2))
+    about = {"device": device.name, "layer": device.layer}
+    print(json.dumps({**about, "slots": rows, "advice": advice}, indent=2))
   else:
-    print(_text(trace, len(part), device.name, rows, [*notes, advice]))
+    print(_text(trace, len(part), device, rows, [*notes, advice]))
   return 0
-
-
-def _device(name: str | None) -> Device:
-  described = Device.load(name) if name else known.resolve() or Device.load("h200")
-  return described.running(kernels=True)
 
 
 def _chosen(trace: Trace, most: int) -> np.ndarray:
@@ -120,13 +116,13 @@ def _advice(rows: list[dict[str, Any]], device: str) -> str:
 
 
 def _text(
-  trace: Trace, planned: int, device: str, rows: list[dict[str, Any]], notes: list[str]
+  trace: Trace, planned: int, device: Device, rows: list[dict[str, Any]], notes: list[str]
 ) -> str:
   manifest = trace.manifest
   title = (
     f"{manifest.name}: {manifest.num_ranks} ranks, {manifest.num_experts} experts; {planned} of "
     f"{len(trace)} records planned, recorded with {manifest.replica_slots} slots\n"
-    f"times predicted for {device} (--device)"
+    f"times predicted for {device.name} (--device), {device.layer}"
   )
   header = ["slots", "imbalance", "worst", "copies", "layer ms", "ms saved a step", "MB a rank"]
   names = (

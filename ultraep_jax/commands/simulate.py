@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--device", default=_DEVICE, help="its description, by name or file (%(default)s)"
   )
-  parser.add_argument("--portable", action="store_true", help="the layer in plain JAX")
+  parser.add_argument(
+    "--portable",
+    action="store_true",
+    help="the layer in plain JAX, as always for devices that cannot run the kernels",
+  )
   parser.add_argument(
     "--ranks", type=int, help="ranks of an expert group (default: as many as fit a domain)"
   )
@@ -243,8 +247,9 @@ def _text(args: argparse.Namespace, setting: Setting, result: list[dict], notes:
   title = (
     f"{model.name}: {model.num_experts} experts, D {model.embed_dim}, F {model.expert_dim}, "
     f"K {model.top_k}, {kind}; loads: {loads}\n"
-    f"predicted for {setting.device.name} (--device): {setting.num_ranks} ranks in domains of "
-    f"{setting.domain_size}, {setting.tokens} tokens a rank, {setting.replica_slots} slots"
+    f"predicted for {setting.device.name} (--device), {setting.device.layer}: "
+    f"{setting.num_ranks} ranks in domains of {setting.domain_size}, {setting.tokens} tokens a "
+    f"rank, {setting.replica_slots} slots"
   )
   header = ["strategy", "imbalance", "99 %", "% of ideal", "layer ms", *_PARTS, "copies"]
   rows = [

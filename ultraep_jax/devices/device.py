@@ -11,7 +11,8 @@ Those of this folder come with the package; ``ultraep bench costs --write FILE``
    "tunings": […]}
 
 With ``"like": "h200"`` a file says only what differs; the rest is that of h200, rates times the
-ratio of both data sheets. ``"portable"`` says what differs for the layer in plain JAX.
+ratio of both data sheets. ``"portable"`` says what differs for the layer in plain JAX. The kinds
+say whether the GPUs can run the kernels. If not, only the layer in plain JAX is described.
 """
 
 import dataclasses
@@ -22,6 +23,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractDevice
+
+import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, Tunings, tunings
 from ultraep_jax.devices.facts import (
   FACTS,
@@ -50,7 +54,8 @@ class Device:
     matmuls: rates of experts' matmuls, at least one.
     tunings: how kernels are laid out.
     in_blocks: tokens cross in equal blocks, as in plain JAX.
-    portable: the same device, running the layer in plain JAX; ``None``: this is that.
+    portable: the same device, running the layer in plain JAX; ``None``: this is that, as
+      it always is of devices that cannot run the kernels.
   """
 
   name: str
@@ -105,8 +110,17 @@ class Device:
   def __getitem__(self, fact: str) -> float:
     return self.facts[fact].value
 
+  @property
+  def layer(self) -> str:
+    """Which layer its costs are of.
+
+    >>> Device.load("h200").layer, Device.load("a100").layer
+    ('the layer on kernels', 'the layer in plain JAX')
+    """
+    return "the layer in plain JAX" if self.portable is None else "the layer on kernels"
+
   def running(self, *, kernels: bool) -> "Device":
-    """The device as it runs the layer on the kernels, or in plain JAX."""
+    """The device as it runs the layer on the kernels, where it can, or in plain JAX."""
     return self if kernels or self.portable is None else self.portable
 
   def on_nodes(self) -> "Device":
@@ -168,12 +182,22 @@ def parse(text: str | bytes, name: str = "device") -> Device:
     "hardware": str(data.get("hardware", "")),
     "tunings": _tunings(name, data, base),
   }
-  kernels = _kernels(name, data, base)
-  portable = Device(**about, **_portable(name, data, base, kernels), in_blocks=True)
-  return Device(**about, **kernels, portable=portable)
+  on_kernels = _on_kernels(name, data, base)
+  portable = Device(**about, **_portable(name, data, base, on_kernels), in_blocks=True)
+  if not _can_run_kernels(kinds, base):
+    return portable
+  return Device(**about, **on_kernels, portable=portable)
 
 
-def _kernels(where: str, data: Any, base: Device | None) -> dict[str, Any]:
+def _can_run_kernels(kinds: Sequence[str], base: Device | None) -> bool:
+  """As the kinds say. A description without any, as of a planned machine, is as its base."""
+  if base is not None and base.portable is None:
+    return False  # what kernels cost is not known
+  gpus = [AbstractDevice(kind, None, "gpu") for kind in kinds]
+  return not gpus or any(map(kernels.has_instructions, gpus))
+
+
+def _on_kernels(where: str, data: Any, base: Device | None) -> dict[str, Any]:
   """Facts and rates of the layer on kernels."""
   facts = parse_facts(f"{where}, facts", data.get("facts", {}))
   matmuls = parse_matmuls(f"{where}, matmuls", data.get("matmuls", []))
@@ -189,7 +213,7 @@ def _kernels(where: str, data: Any, base: Device | None) -> dict[str, Any]:
 
 
 def _portable(
-  where: str, data: Any, base: Device | None, kernels: Mapping[str, Any]
+  where: str, data: Any, base: Device | None, on_kernels: Mapping[str, Any]
 ) -> dict[str, Any]:
   """The same of the layer in plain JAX, where what is not said is as with the kernels."""
   given = data.get("portable", {})
@@ -200,9 +224,9 @@ def _portable(
   if base is not None and base.portable is not None:
     others = base.portable.facts.items()
     other = {name: fact for name, fact in others if fact != base.facts[name]}
-    facts = _scaled(base, other, kernels["facts"]) | facts
-    matmuls = matmuls or _scaled_matmuls(base, base.portable.matmuls, kernels["facts"])
-  return {"facts": kernels["facts"] | facts, "matmuls": matmuls or kernels["matmuls"]}
+    facts = _scaled(base, other, on_kernels["facts"]) | facts
+    matmuls = matmuls or _scaled_matmuls(base, base.portable.matmuls, on_kernels["facts"])
+  return {"facts": on_kernels["facts"] | facts, "matmuls": matmuls or on_kernels["matmuls"]}
 
 
 def _scaled(base: Device, facts: Mapping[str, Fact], sheet: Mapping[str, Fact]) -> dict[str, Fact]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+import pallas_kernels as kernels
 from ultraep_jax.devices.device import Device
 
 # What a GPU without a description of its own is taken for: the one that was measured.
@@ -24,12 +25,15 @@ def resolve(given: Device | None = None) -> Device | None:
   """The description that counts: the given one, else that of the devices at hand.
 
   These are those of the current mesh, for which kernels are lowered, else the default ones. A GPU
-  of an unknown kind is taken for the nearest one known; of other devices nothing is known.
+  of an unknown kind is taken for the nearest one known, in plain JAX if it cannot run the kernels.
+  Of other devices nothing is known.
   """
   if given is not None:
     return given
   device = here()
-  return find(device.device_kind) or (Device.load(NEAREST) if device.platform == "gpu" else None)
+  if (found := find(device.device_kind)) is not None or device.platform != "gpu":
+    return found
+  return Device.load(NEAREST).running(kernels=kernels.has_instructions(device))
 
 
 def here() -> Any:

@@ -173,7 +173,8 @@ def cost_on(
   """What balancing a layer costs on such devices.
 
   Copies weigh nothing on devices without a description, such as CPUs. The planner then balances as
-  well as it can, with as few copies as that takes.
+  well as it can, with as few copies as that takes. No kernels are assumed on devices whose
+  description has none.
 
   Args:
     device: the description.
@@ -188,6 +189,8 @@ def cost_on(
   """
   if device is None:
     return LayerCost(PlanCost(0, capacity), 0)
+  if device.portable is None:  # it runs no kernels
+    moving = multiplying = planning = False
   multiplying &= dtype == jnp.bfloat16  # others in plain JAX
   inner, width = weights.wo.shape[-2:]
   shape = width, inner, "forward", weights.num_matrices

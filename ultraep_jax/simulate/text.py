@@ -31,7 +31,7 @@ def constants(device: Device) -> str:
 def to_json(value: object) -> object:
   """NamedTuples as objects, descriptions without tunings; what ``json`` can write."""
   if isinstance(value, Device):
-    about = {"name": value.name, "hardware": value.hardware}
+    about = {"name": value.name, "hardware": value.hardware, "layer": value.layer}
     return about | {"facts": to_json(value.facts), "matmuls": to_json(value.matmuls)}
   if isinstance(value, tuple) and hasattr(value, "_asdict"):
     return {key: to_json(part) for key, part in value._asdict().items()}  # type: ignore
