@@ -74,16 +74,30 @@ def test_commands_of_pages_are_right(page, monkeypatch):
   for line in lines:
     name, *arguments = shlex.split(line.replace("…", ""), comments=True)
     if name in cli.COMMANDS and name not in ("demo", "bench") and "COMMAND" not in line:
-      command = importlib.import_module(f"ultraep_jax.commands.{name}")
-      parser = argparse.ArgumentParser()
-      command.add_arguments(parser)
-      monkeypatch.setattr(
-        parser, "error", lambda message, line=line: pytest.fail(f"{line}: {message}")
-      )
       if arguments:
-        parser.parse_args([a if a != "N" else "2" for a in arguments])
+        assert_parses(name, [a if a != "N" else "2" for a in arguments], monkeypatch)
     else:
       assert name in (*cli.COMMANDS, "COMMAND"), line
+
+
+@pytest.mark.parametrize("name", ["paper", "plan", "recommend", "simulate", "trace", "view"])
+def test_examples_of_the_help_are_right(name, monkeypatch):
+  """An example begins with the command and ends before three spaces; brackets mark options."""
+  help_text = importlib.import_module(f"ultraep_jax.commands.{name}").__doc__
+  examples = re.findall(rf"^ *{name} (.+?)(?:   .*)?$", help_text, re.MULTILINE)
+  assert len(examples) > 1
+  for example in examples:
+    assert_parses(name, shlex.split(re.sub(r"[\[\]]", "", example)), monkeypatch)
+
+
+def assert_parses(name: str, arguments: list[str], monkeypatch) -> None:
+  def fail(_, message: str) -> None:
+    pytest.fail(f"{name} {shlex.join(arguments)}: {message}")
+
+  parser = argparse.ArgumentParser()
+  importlib.import_module(f"ultraep_jax.commands.{name}").add_arguments(parser)
+  monkeypatch.setattr(argparse.ArgumentParser, "error", fail)  # of subcommands, too
+  parser.parse_args(arguments)
 
 
 @pytest.mark.parametrize("wrong", [["fly"], ["doctor", "--steps", "3"], ["plan", "--slots", "x"]])

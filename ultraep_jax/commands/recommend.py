@@ -1,7 +1,7 @@
 """Recommend replica slots for a recorded trace: imbalance, and time saved a step.
 
 recommend runs/tiny_moe/trace
-recommend runs/trace --device h200 --model Qwen3-30B
+recommend runs/trace --device h200 --model Qwen3-235B
 
 Plans the recorded loads again with more and more slots. Imbalance and copies are what the layer
 would reach; times are predicted from the device's constants.
