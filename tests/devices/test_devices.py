@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import jax
+import numpy as np
 import pytest
 from hostile_values import VALUES, replaced, some_places
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -245,6 +246,29 @@ def test_refuses_other_units_and_kinds(changes, message):
   assert parse(changed(sms=good))["sms"] == 8
   with pytest.raises(ValueError, match=message):
     parse(changed(sms=good | changes))
+
+
+@pytest.mark.parametrize(
+  ("values", "message"),
+  [
+    ({"network_rate": -12.5e9}, r"^h200, network_rate: expected a positive number, got -12500"),
+    ({"network_rate": 0}, "network_rate: expected a positive number, got 0"),
+    ({"network_rate": float("nan")}, "network_rate: expected a finite number, got nan"),
+    ({"network_rate": "x"}, "network_rate: expected a finite number, got 'x'"),
+    ({"sms": 1.5}, "sms: expected a whole number, got 1.5"),
+    ({"speed": 1.0}, r"^h200: expected facts of \('peak', .*'network_rate', .*got \['speed'\]"),
+    ({"kind": "guessed", "sms": 1}, "sms: expected a kind of"),
+  ],
+)
+def test_replaces_by_what_a_description_may_have(values, message):
+  with pytest.raises(ValueError, match=message):
+    H200.replace("test", **values)
+
+
+def test_replaced_values_say_where_they_are_from():
+  device = H200.replace("a slower card", "measured", network_rate=np.float64(12.5e9), sms=100)
+  assert device.facts["network_rate"] == (12.5e9, "B/s", "measured", "a slower card")
+  assert device["sms"] == 100 and device.facts["peak"] == H200.facts["peak"]
 
 
 @pytest.mark.parametrize("widths", [[4096], [4096, 0], [4096, 1.5], "wide"])

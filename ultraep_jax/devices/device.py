@@ -136,9 +136,22 @@ class Device:
     return dataclasses.replace(self, facts={**self.facts, **transfers}, in_blocks=True)
 
   def replace(self, source: str, kind: str = "assumed", **values: float) -> "Device":
-    """The same with other values of facts."""
-    changed = {name: Fact(value, FACTS[name][0], kind, source) for name, value in values.items()}
-    return dataclasses.replace(self, facts={**self.facts, **changed})
+    """The same with other values of facts.
+
+    Args:
+      source: where the values are from.
+      kind: one of ``facts.KINDS``.
+      **values: by name, in the units that ``facts.FACTS`` says.
+
+    >>> Device.load("h200").replace("two cards of 400 Gb/s", network_rate=100e9)["network_rate"]
+    100000000000.0
+
+    Raises:
+      ValueError: no such fact, or not a value that a description may have.
+    """
+    units = {name: FACTS[name][0] if name in FACTS else "" for name in values}
+    given = {name: Fact(values[name], units[name], kind, source)._asdict() for name in values}
+    return dataclasses.replace(self, facts={**self.facts, **parse_facts(self.name, given)})
 
   def matmul_rate(self, width: int, inner: int, *, backward: bool = False) -> float:
     """FLOP/s of the matmuls of experts of width D and inner width F, on rows padded to tiles.

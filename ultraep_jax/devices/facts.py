@@ -160,7 +160,8 @@ def _check_keys(where: str, given: Any, keys: tuple[str, ...]) -> None:
 
 
 def _number(where: str, value: Any, positive: bool) -> float:
-  if type(value) not in (int, float) or not abs(value) < _MOST:
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not number or not abs(value) < _MOST:
     raise ValueError(f"{where}: expected a finite number, got {value!r}")
   if value < 0 or (positive and value < 1 / _MOST):
     raise ValueError(f"{where}: expected a positive number, got {value}")
