@@ -1,0 +1,146 @@
+"""``plan`` from the command line: files and generated loads, what it prints and what it refuses."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import traces
+from command_line import run
+
+from ultraep_jax import testing
+from ultraep_jax.config import BalanceConfig
+from ultraep_jax.types import Plan
+
+
+def assert_is_the_plan_of(answer: dict, load_GE: np.ndarray, config: BalanceConfig) -> None:
+  ranks = len(load_GE)
+  expert_GS = np.full((ranks, config.replica_slots), -1, np.int32)
+  parent_GS = expert_GS.copy()
+  for copy in answer["replicas"]:
+    slot = int((expert_GS[copy["rank"]] >= 0).sum())
+    expert_GS[copy["rank"], slot], parent_GS[copy["rank"], slot] = copy["expert"], copy["from"]
+    assert copy["assignments"] == answer["quota"][copy["expert"]][copy["rank"]]
+  plan = Plan(*map(jnp.asarray, (expert_GS, np.array(answer["quota"], np.int32), parent_GS)))
+  testing.assert_legal_plan(plan, jnp.asarray(load_GE), config)
+  after = np.array(answer["load_after"])
+  assert answer["load_before"] == load_GE.sum(axis=0).reshape(ranks, -1).sum(axis=1).tolist()
+  assert answer["imbalance"]["after"] == pytest.approx(after.max() / after.mean())
+
+
+@pytest.mark.parametrize("kind", [".npy", ".npz", ".json", ".csv"])
+def test_plan_reads_files(kind, tmp_path, capsys):
+  load_GE = traces.loads(3)
+  path = tmp_path / f"loads{kind}"
+  if kind == ".npy":
+    np.save(path, load_GE)
+  elif kind == ".npz":
+    np.savez(path, load_GE=load_GE, other=np.zeros(3))
+  elif kind == ".json":
+    path.write_text(json.dumps(load_GE.tolist()))
+  else:
+    np.savetxt(path, load_GE, fmt="%d", delimiter=",")
+  status, out, _ = run(capsys, "plan", path, "--json")
+  assert status == 0
+  assert_is_the_plan_of(json.loads(out), load_GE, traces.CONFIG)
+  status, text, _ = run(capsys, "plan", path)
+  assert status == 0 and "4 ranks, 8 experts, 2 replica slots a rank; 512 assignments" in text
+
+
+def test_plan_deals_loads_per_expert_to_the_ranks(tmp_path, capsys):
+  path = tmp_path / "loads.csv"
+  path.write_text("10, 3, 0, 6, 1, 1, 1, 2\n")
+  _, out, _ = run(capsys, "plan", path, "--ranks", 4, "--json")
+  answer = json.loads(out)
+  assert answer["assignments"] == 24 and answer["load_before"] == [13, 6, 2, 3]
+  assert answer["imbalance"]["after"] == 1.0
+
+
+def test_plan_makes_workloads_and_weighs_time(capsys):
+  sizes = ("--ranks", 4, "--experts", 8, "--tokens", 512, "--top-k", 2)
+  _, out, _ = run(capsys, "plan", *sizes, "--ratio", 2.5, "--json", "--width", 64, "--inner", 128)
+  answer = json.loads(out)
+  assert answer["imbalance"]["before"] == pytest.approx(2.5, abs=0.01)
+  assert answer["copy_bytes"] == 3 * 64 * 128 * 2 and answer["copies"] > 0
+  few = ("--objective", "time", "--ratio", 1.2, "--tokens", 128, "--width", 8192, "--inner", 65536)
+  _, out, _ = run(capsys, "plan", *sizes, *few, "--json")
+  assert json.loads(out)["copies"] == 0  # copies that cost more than they save
+  for workload in ("flat", "balanced", "all-to-one", "giant"):
+    _, out, _ = run(capsys, "plan", *sizes, "--workload", workload, "--json")
+    answer = json.loads(out)
+    assert answer["assignments"] == 4 * 512 * 2
+    assert answer["imbalance"]["after"] <= answer["imbalance"]["before"]
+
+
+def test_plan_weighs_copies_in_plain_jax_where_kernels_cannot_run(capsys):
+  """A fifth of 23200 rows is less than a copy takes among 4 ranks, and more than among 2."""
+  sizes = ("--ranks", 4, "--experts", 8, "--tokens", 11600, "--top-k", 2, "--ratio", 1.2)
+  weighed = (*sizes, "--objective", "time", "--width", 2048, "--inner", 768, "--device")
+  for device, layer in (("h200", "the layer on kernels"), ("a100", "the layer in plain JAX")):
+    answer = json.loads(run(capsys, "plan", *weighed, device, "--json")[1])
+    assert answer["costs"] == f"{device}, {layer}"
+    assert (answer["copies"] == 0) == (device == "a100")
+    text = run(capsys, "plan", *weighed, device)[1]
+    assert f"costs                of {device}, {layer} (--device)\n" in text
+  assert "costs" not in json.loads(run(capsys, "plan", *sizes, "--json")[1])
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("a.csv", "1,2\n3", "expected loads in csv"),
+    ("a.csv", "1,nan\n3,4", "expected whole numbers"),
+    ("a.csv", "1,-2\n3,4", r"expected loads in \[0, 2\*\*31\), got -2 to 4"),
+    ("a.csv", "1.5,2\n3,4", "expected whole numbers"),
+    ("a.csv", "1e12,2\n3,4", r"expected loads in \[0, 2\*\*31\)"),
+    ("a.csv", "1,2,3\n3,4,5", r"expected shape \[G, E\], E a positive multiple of G"),
+    ("a.csv", "1,2,3,4", "expected --ranks, to deal one row of loads to ranks, got none"),
+    ("a.csv", "<script>", "expected loads in csv"),
+    ("a.json", "[[1, 2], [3]]", "expected loads in json"),
+    ("a.json", '{"load": 3}', "expected whole numbers, got object"),
+    ("a.json", "[[[1]]]", r"expected shape \[G, E\] or \[E\], got \[1, 1, 1\]"),
+    ("a.json", "[[1, 2]", r"a\.json: expected JSON"),
+    ("a.json", "[" * 100_000, r"a\.json: expected JSON, got values nested too deeply"),
+    ("a.json", "[1, NaN]", "expected whole numbers"),
+    ("a.npy", "", r"a\.npy: expected a whole \.npy file"),
+    ("a.npy", "[" * 100_000, r"a\.npy: expected a whole \.npy file"),
+    ("a.csv", "", "expected loads in csv, got an empty file"),
+    ("a.csv", "[" * 100_000, "expected loads in csv"),
+    ("a.npz", "PK", "expected loads in npz"),
+    ("a.txt", "1", "expected .npy, .npz, .json, .csv, got .txt"),
+    ("none.npy", None, "none.npy: expected a file, got nothing"),
+    (".", None, "expected .npy, .npz, .json, .csv"),
+  ],
+)
+def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
+  if content is not None:
+    (tmp_path / name).write_text(content)
+  status, out, err = run(capsys, "plan", tmp_path / name)
+  assert status == 1 and not out and "Traceback" not in err
+  assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--slots", "-1"], "replica_slots: expected at least 0, got -1"),
+    (["--ranks", "7"], "num_experts: expected a multiple of 7 ranks, got 64"),
+    (["--ranks", "0"], "num_experts: expected a multiple of 0 ranks"),
+    (["--tokens", "10000000000"], "ranks * tokens * top_k and ranks * experts below 2**31"),
+    (["--experts", "1000000000000"], "ranks * tokens * top_k and ranks * experts below 2**31"),
+    (["--slots", "1000000000000"], "replica_slots: expected at most 65536"),
+    (["--slots", "65"], "--slots: expected at most 64 experts, got 65"),
+    (["--seed", "-1"], "seed: expected at least 0, got -1"),
+    (["--ratio", "nan"], "ratio: expected a number"),
+    (["--domain", "3"], "domain_size: expected a divisor of 8 ranks, got 3"),
+    (["--strategy", "magic"], "strategy: expected one of"),
+    (["--strategy", "ideal"], "replaces the router's choice and plans nothing"),
+    (["--objective", "time"], "expected --width and --inner"),
+    (["--width", "64"], "--width, --inner: expected both or none"),
+    (["--width", "64", "--inner", "0"], "expected at least 1"),
+  ],
+)
+def test_plan_refuses_wrong_numbers(arguments, message, capsys):
+  status, _, err = run(capsys, "plan", *arguments)
+  assert status == 1 and message in err
