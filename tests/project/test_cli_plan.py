@@ -100,6 +100,7 @@ def test_plan_weighs_copies_in_plain_jax_where_kernels_cannot_run(capsys):
     ("a.json", "[[1, 2], [3]]", "expected loads in json"),
     ("a.json", '{"load": 3}', "expected whole numbers, got object"),
     ("a.json", "[[[1]]]", r"expected shape \[G, E\] or \[E\], got \[1, 1, 1\]"),
+    ("a.json", "[[], []]", r"at least one rank and one expert, got shape \[2, 0\]"),
     ("a.json", "[[1, 2]", r"a\.json: expected JSON"),
     ("a.json", "[" * 100_000, r"a\.json: expected JSON, got values nested too deeply"),
     ("a.json", "[1, NaN]", "expected whole numbers"),
@@ -119,6 +120,15 @@ def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
   status, out, err = run(capsys, "plan", tmp_path / name)
   assert status == 1 and not out and "Traceback" not in err
   assert re.search(message, err), err
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0,), (0, 0), (2, 0, 3)], ids=str)
+def test_plan_refuses_files_without_loads(shape, tmp_path, capsys):
+  np.save(tmp_path / "loads.npy", np.zeros(shape, int))
+  for ranks in ([], ["--ranks", 2]):
+    status, out, err = run(capsys, "plan", tmp_path / "loads.npy", *ranks)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert f"expected loads of at least one rank and one expert, got shape {list(shape)}" in err
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,13 @@ def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
     ValueError: it holds no loads.
   """
   load = _read(path)
+  if not load.size:
+    raise ValueError(
+      f"{path}: expected loads of at least one rank and one expert, got shape {list(load.shape)}"
+    )
   if load.dtype.kind not in "iuf" or not np.isfinite(load).all() or (load != np.floor(load)).any():
     raise ValueError(f"{path}: expected whole numbers, got {load.dtype} with others")
-  if load.size and (load.min() < 0 or load.max() >= 2**31):
+  if load.min() < 0 or load.max() >= 2**31:
     raise ValueError(f"{path}: expected loads in [0, 2**31), got {load.min():g} to {load.max():g}")
   load = load.astype(np.int64)
   if load.ndim == 1:
