@@ -10,6 +10,7 @@ import traces
 from command_line import run
 
 from ultraep_jax import testing
+from ultraep_jax.commands import plan
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.types import Plan
 
@@ -71,6 +72,26 @@ def test_plan_makes_workloads_and_weighs_time(capsys):
     answer = json.loads(out)
     assert answer["assignments"] == 4 * 512 * 2
     assert answer["imbalance"]["after"] <= answer["imbalance"]["before"]
+
+
+@pytest.mark.parametrize("workload", plan._WORKLOADS)
+def test_plan_says_what_generated_the_loads(workload, capsys):
+  """An option is named where other values of it make other loads, and nowhere else."""
+  sizes = ("--ranks", 4, "--experts", 8, "--tokens", 127, "--top-k", 1, "--slots", 0)
+
+  def answer(ratio, seed, *options):
+    made = ("--workload", workload, "--ratio", ratio, "--seed", seed)
+    return run(capsys, "plan", *sizes, *made, *options)[1]
+
+  def planned(ratio, seed):
+    result = json.loads(answer(ratio, seed, "--json"))
+    return result.pop("generated"), result
+
+  said, before = planned(1.5, 3)
+  assert f"generated loads: {said} (give a FILE" in answer(1.5, 3)
+  assert said.split(", ")[0] == workload
+  assert (planned(1.9, 3)[1] != before) == ("--ratio 1.5" in said) == ("--ratio" in said)
+  assert (planned(1.5, 4)[1] != before) == ("--seed 3" in said) == ("--seed" in said)
 
 
 def test_plan_weighs_copies_in_plain_jax_where_kernels_cannot_run(capsys):

@@ -29,7 +29,8 @@ from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 
-_WORKLOADS = ("zipf", "flat", "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
+_OF_RATIO = {"zipf": testing.zipf_loads, "flat": testing.flat_loads}
+_WORKLOADS = (*_OF_RATIO, "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
 _TABLE_ROWS = 72
 _MOST_BYTES = 2**30  # of a file of loads
 
@@ -43,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--tokens", type=int, default=4096, help="generated: tokens a rank (%(default)s)")
   add("--top-k", type=int, default=8, help="generated: experts a token (%(default)s)")
   add("--workload", choices=_WORKLOADS, default="zipf", help="generated: kind (%(default)s)")
-  add("--ratio", type=float, default=2.0, help="generated: busiest over mean rank (%(default)s)")
+  add(
+    "--ratio",
+    type=float,
+    default=2.0,
+    help=f"generated, by {' and '.join(_OF_RATIO)}: busiest over mean rank (%(default)s)",
+  )
   add("--seed", type=int, default=0, help="generated: seed (%(default)s)")
   add("--slots", type=int, default=2, help="replica slots a rank (%(default)s)")
   add("--strategy", default="quota", help="balancer (%(default)s)")
@@ -91,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
   if device is not None:
     answer["costs"] = f"{device.name}, {device.layer}"
   if args.loads is None:
-    answer["generated"] = f"{args.workload}, --ratio {args.ratio:g}, --seed {args.seed}"
+    answer["generated"] = _generated_by(args)
   print(json.dumps(answer, indent=2) if args.json else _text(answer))
   return 0
 
@@ -99,15 +105,20 @@ def run(args: argparse.Namespace) -> int:
 def _generated(args: argparse.Namespace) -> np.ndarray:
   ranks = 8 if args.ranks is None else args.ranks
   sizes = (args.experts, ranks, args.tokens, args.top_k)
-  if args.workload == "zipf":
-    return testing.zipf_loads(args.seed, *sizes, args.ratio)
-  if args.workload == "flat":
-    return testing.flat_loads(args.seed, *sizes, args.ratio)
+  if args.workload in _OF_RATIO:
+    return _OF_RATIO[args.workload](args.seed, *sizes, args.ratio)
   if args.workload == "balanced":
     return testing.balanced_loads(args.seed, *sizes)
   if args.workload == "all-to-one":
     return testing.all_to_one_loads(*sizes)
   return testing.adversarial_loads(args.seed, *sizes, kind=args.workload)
+
+
+def _generated_by(args: argparse.Namespace) -> str:
+  """The workload, and those options that it depends on beside the sizes."""
+  ratio = f", --ratio {args.ratio:g}" if args.workload in _OF_RATIO else ""
+  seed = f", --seed {args.seed}" if args.workload != "all-to-one" else ""
+  return f"{args.workload}{ratio}{seed}"
 
 
 def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
