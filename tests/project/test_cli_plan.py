@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +48,44 @@ def test_plan_reads_files(kind, tmp_path, capsys):
   assert_is_the_plan_of(json.loads(out), load_GE, traces.CONFIG)
   status, text, _ = run(capsys, "plan", path)
   assert status == 0 and "4 ranks, 8 experts, 2 replica slots a rank; 512 assignments" in text
+
+
+def test_plan_reads_files_as_other_programs_write_them(tmp_path, capsys):
+  """With a byte order mark, an upper-case suffix, and numbers of 16 bits; no warning is printed."""
+  load_GE = np.minimum(traces.loads(3), 100)
+  text = "\n".join(",".join(map(str, row)) for row in load_GE)
+  (tmp_path / "loads.CSV").write_bytes(b"\xef\xbb\xbf" + text.encode())
+  np.save(tmp_path / "half.npy", load_GE.astype(np.float16))
+  for name in ("loads.CSV", "half.npy"):
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")
+      status, out, _ = run(capsys, "plan", tmp_path / name, "--json")
+    assert status == 0
+    assert_is_the_plan_of(json.loads(out), load_GE, traces.CONFIG)
+
+
+def test_plan_shows_no_load_as_even(tmp_path, capsys):
+  np.save(tmp_path / "zeros.npy", np.zeros((4, 8), int))
+  _, text, _ = run(capsys, "plan", tmp_path / "zeros.npy")
+  assert "1.000 before, 1.000 after (the domains allow 1.000)" in text
+  assert "even: the busiest rank has 1.00 times the mean" in text
+
+
+@pytest.mark.parametrize(
+  ("shape", "arguments", "message"),
+  [
+    ((4, 8), ["--experts", "5"], "expected shape [G, 5] or [5], got [4, 8]"),
+    ((4, 8), ["--ranks", "2"], "expected shape [2, E] or [E], got [4, 8]"),
+    ((4, 8), ["--ranks", "4", "--experts", "0"], "expected shape [4, 0] or [0], got [4, 8]"),
+    ((8,), ["--ranks", "4", "--experts", "16"], "expected shape [4, 16] or [16], got [8]"),
+    ((4, 8), ["--ranks", "4", "--experts", "8"], ""),
+    ((8,), ["--ranks", "4", "--experts", "8"], ""),
+  ],
+)
+def test_plan_compares_a_file_with_the_numbers_given(shape, arguments, message, tmp_path, capsys):
+  np.save(tmp_path / "loads.npy", np.ones(shape, int))
+  status, _, err = run(capsys, "plan", tmp_path / "loads.npy", *arguments)
+  assert status == bool(message) and message in err
 
 
 def test_plan_deals_loads_per_expert_to_the_ranks(tmp_path, capsys):

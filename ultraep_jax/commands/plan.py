@@ -29,6 +29,7 @@ from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 
+_EXPERTS = 64
 _OF_RATIO = {"zipf": testing.zipf_loads, "flat": testing.flat_loads}
 _WORKLOADS = (*_OF_RATIO, "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
 _TABLE_ROWS = 72
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("loads", nargs="?", type=pathlib.Path, metavar="FILE", help="loads; without: generated")
   add("--ranks", type=int, help="ranks (8, or as in the file)")
-  add("--experts", type=int, default=64, help="generated: experts (%(default)s)")
+  add("--experts", type=int, help=f"experts ({_EXPERTS}, or as in the file)")
   add("--tokens", type=int, default=4096, help="generated: tokens a rank (%(default)s)")
   add("--top-k", type=int, default=8, help="generated: experts a token (%(default)s)")
   add("--workload", choices=_WORKLOADS, default="zipf", help="generated: kind (%(default)s)")
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Plans and prints."""
   try:
-    load_GE = _generated(args) if args.loads is None else _from_file(args.loads, args.ranks)
+    load_GE = _generated(args) if args.loads is None else _from_file(args)
     config = BalanceConfig(
       replica_slots=args.slots,
       strategy=args.strategy,
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _generated(args: argparse.Namespace) -> np.ndarray:
   ranks = 8 if args.ranks is None else args.ranks
-  sizes = (args.experts, ranks, args.tokens, args.top_k)
+  experts = _EXPERTS if args.experts is None else args.experts
+  sizes = (experts, ranks, args.tokens, args.top_k)
   if args.workload in _OF_RATIO:
     return _OF_RATIO[args.workload](args.seed, *sizes, args.ratio)
   if args.workload == "balanced":
@@ -121,22 +123,25 @@ def _generated_by(args: argparse.Namespace) -> str:
   return f"{args.workload}{ratio}{seed}"
 
 
-def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
+def _from_file(args: argparse.Namespace) -> np.ndarray:
   """A load matrix ``[G, E]`` int32.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: it holds no loads.
+    ValueError: it holds no loads, or of other numbers of ranks or experts than are given.
   """
+  path, num_ranks, num_experts = args.loads, args.ranks, args.experts
   load = _read(path)
+  shape = list(load.shape)
   if not load.size:
     raise ValueError(
-      f"{path}: expected loads of at least one rank and one expert, got shape {list(load.shape)}"
+      f"{path}: expected loads of at least one rank and one expert, got shape {shape}"
     )
   if load.dtype.kind not in "iuf" or not np.isfinite(load).all() or (load != np.floor(load)).any():
     raise ValueError(f"{path}: expected whole numbers, got {load.dtype} with others")
-  if load.min() < 0 or load.max() >= 2**31:
-    raise ValueError(f"{path}: expected loads in [0, 2**31), got {load.min():g} to {load.max():g}")
+  least, most = float(load.min()), float(load.max())  # float16 could not be compared with 2**31
+  if least < 0 or most >= 2**31:
+    raise ValueError(f"{path}: expected loads in [0, 2**31), got {least:g} to {most:g}")
   load = load.astype(np.int64)
   if load.ndim == 1:
     if num_ranks is None or num_ranks < 1:
@@ -148,19 +153,22 @@ def _from_file(path: pathlib.Path, num_ranks: int | None) -> np.ndarray:
     # From every rank alike, the remainders dealt out in turn.
     deal = (np.arange(num_ranks)[:, None] + np.arange(load.size)) % num_ranks
     load = load // num_ranks + (deal < load % num_ranks)
-  if load.ndim != 2 or (num_ranks is not None and len(load) != num_ranks):
-    wanted = "G" if num_ranks is None else num_ranks
-    raise ValueError(f"{path}: expected shape [{wanted}, E] or [E], got {list(load.shape)}")
+  ranks = "G" if num_ranks is None else num_ranks
+  experts = "E" if num_experts is None else num_experts
+  if load.ndim != 2 or ranks not in ("G", len(load)) or experts not in ("E", load.shape[1]):
+    wanted = f"[{ranks}, {experts}] or [{experts}]"
+    raise ValueError(f"{path}: expected shape {wanted}, got {shape}")
   return load.astype(np.int32)
 
 
 def _read(path: pathlib.Path) -> np.ndarray:
   readers = {".npy": read_array, ".npz": _read_npz, ".json": _read_lists, ".csv": _read_csv}
-  if path.suffix not in readers:
+  suffix = path.suffix.lower()
+  if suffix not in readers:
     raise ValueError(f"{path}: expected {', '.join(readers)}, got {path.suffix or 'no suffix'}")
   if regular(path).stat().st_size > _MOST_BYTES:
     raise ValueError(f"{path}: expected a file of loads, got one of more than 1 GiB")
-  return readers[path.suffix](path)
+  return readers[suffix](path)
 
 
 def _read_npz(path: pathlib.Path) -> np.ndarray:
@@ -193,7 +201,8 @@ def _read_csv(path: pathlib.Path) -> np.ndarray:
   try:
     with warnings.catch_warnings():
       warnings.simplefilter("error", UserWarning)
-      return np.loadtxt(path, delimiter=",", ndmin=1)
+      # Some programs begin a file with a byte order mark.
+      return np.loadtxt(path, delimiter=",", ndmin=1, encoding="utf-8-sig")
   except UserWarning:
     raise ValueError(f"{path}: expected loads in csv, got an empty file") from None
   except ValueError as error:
@@ -239,7 +248,7 @@ def _answer(
   per_rank = num_experts // num_ranks
   before_G, after_G = load_GE.sum(axis=0).reshape(num_ranks, per_rank).sum(axis=1), quota_EG.sum(0)
   home_EG = np.arange(num_experts)[:, None] // per_rank == np.arange(num_ranks)
-  mean = max(before_G.mean(), 1e-9)
+  mean = before_G.mean()
   domain = config.domain_of(num_ranks)
   floor = -(-int(before_G.reshape(-1, domain).sum(axis=1).max()) // domain)
   total = max(int(load_GE.sum()), 1)
@@ -253,9 +262,9 @@ def _answer(
     "assignments": int(load_GE.sum()),
     "replica_slots": slots,
     "imbalance": {
-      "before": float(before_G.max() / mean),
-      "after": float(after_G.max() / mean),
-      "floor": float(floor / mean),
+      "before": _over(before_G.max(), mean),
+      "after": _over(after_G.max(), mean),
+      "floor": _over(floor, mean),
     },
     "copies": len(expert),
     "relayed": int((parent != expert // per_rank).sum()),
@@ -274,6 +283,11 @@ def _answer(
     ],
     "quota": quota_EG.tolist(),
   }
+
+
+def _over(busiest: int, mean: float) -> float:
+  """Busiest over mean rank; 1 if there are no loads."""
+  return float(busiest / mean) if mean else 1.0
 
 
 def _text(answer: dict[str, Any]) -> str:
