@@ -269,6 +269,8 @@ def test_replaced_values_say_where_they_are_from():
   device = H200.replace("a slower card", "measured", network_rate=np.float64(12.5e9), sms=100)
   assert device.facts["network_rate"] == (12.5e9, "B/s", "measured", "a slower card")
   assert device["sms"] == 100 and device.facts["peak"] == H200.facts["peak"]
+  portable = device.running(kernels=False)
+  assert portable["network_rate"] == 12.5e9 and portable["copy_rate"] == H200.portable["copy_rate"]
 
 
 @pytest.mark.parametrize("widths", [[4096], [4096, 0], [4096, 1.5], "wide"])

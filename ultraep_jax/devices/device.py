@@ -136,7 +136,7 @@ class Device:
     return dataclasses.replace(self, facts={**self.facts, **transfers}, in_blocks=True)
 
   def replace(self, source: str, kind: str = "assumed", **values: float) -> "Device":
-    """The same with other values of facts.
+    """The same with other values of facts, on the kernels and in plain JAX.
 
     Args:
       source: where the values are from.
@@ -151,7 +151,9 @@ class Device:
     """
     units = {name: FACTS[name][0] if name in FACTS else "" for name in values}
     given = {name: Fact(values[name], units[name], kind, source)._asdict() for name in values}
-    return dataclasses.replace(self, facts={**self.facts, **parse_facts(self.name, given)})
+    changed = parse_facts(self.name, given)
+    portable = None if self.portable is None else self.portable.replace(source, kind, **values)
+    return dataclasses.replace(self, facts={**self.facts, **changed}, portable=portable)
 
   def matmul_rate(self, width: int, inner: int, *, backward: bool = False) -> float:
     """FLOP/s of the matmuls of experts of width D and inner width F, on rows padded to tiles.
