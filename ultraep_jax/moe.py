@@ -1,5 +1,6 @@
 """The balanced MoE layer on one rank: load, plan, route, replicate, dispatch, experts, combine."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 from ultraep_jax import implementation, nodes, stats, strategies
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import arguments_of, check_layer, check_plan
-from ultraep_jax.compute import experts, rounds
+from ultraep_jax.compute import experts, rounds, widths
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import capacity, load, route, sizes
@@ -120,13 +121,15 @@ def measured_moe(
   mesh, given = jax.sharding.get_abstract_mesh(), config
   config = nodes.settle(config, mesh, axis_name)
   num_tokens, top_k = expert_index_TK.shape
+  columns = widths.missing_columns(weights, x_TD.dtype, config, activation, num_tokens * top_k)
+  wide = jax.eval_shape(functools.partial(widths.widen, columns=columns), weights)
   settled = sizes.settle(
     config,
     tokens=num_tokens,
     top_k=top_k,
     num_ranks=num_ranks,
     dtype=x_TD.dtype,
-    weights=weights,
+    weights=wide,
   )
   config, plans = settled.config, settled.plans
   with jax.named_scope("uep.load"):
@@ -154,7 +157,7 @@ def measured_moe(
   lists = None
   if copies:
     sent = plan.replica_expert, plan.parent, rows_G, axis_name
-    lists = experts.transfer_lists(weights, x_TD.dtype, *sent, replicating)
+    lists = experts.transfer_lists(wide, x_TD.dtype, *sent, replicating)
   routing = rounds.Routing(
     replica_expert_GS=plan.replica_expert if copies else None,
     parent_GS=plan.parent if copies else None,
@@ -178,6 +181,7 @@ def measured_moe(
     config.dispatch_dtype,
     config.batch_invariant,
     implementation.resolve_tunings(config.device, (*exchanging, *placing, *multiplying)),
+    columns,
   )
   # Weights vary over the experts' axis only; a cast outside the custom_vjp makes JAX sum
   # their gradients over the axes that tokens vary over as well.
@@ -202,7 +206,7 @@ def measured_moe(
     plan,
     routes,
     rounds_run,
-    copy_bytes=copy_bytes(x_TD.dtype, weights),
+    copy_bytes=copy_bytes(x_TD.dtype, wide),
     domain_size=config.domain_of(num_ranks),
   )
   # Whoever adds the counts up has a collective for it. Where weights are divided over axes of the

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import pallas_kernels as kernels
 from pallas_kernels import Tunings
 from ultraep_jax.activations import Activation
-from ultraep_jax.compute import experts
+from ultraep_jax.compute import experts, widths
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations
 from ultraep_jax.mesh import after
@@ -46,6 +46,7 @@ class Static(NamedTuple):
   dispatch_dtype: DispatchDtype | None
   batch_invariant: bool
   tunings: Tunings
+  columns: int = 0  # of zeros, that ``widths`` adds to projections
 
 
 class Routing(NamedTuple):
@@ -172,7 +173,8 @@ def _backward(
 
   if routing.rounds is not None:
     total = lax.fori_loop(jnp.int32(1), routing.rounds, add_round, total)
-  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), total.home, weights)
+  home = widths.narrow(total.home, static.columns)
+  weight_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), home, weights)
   return total.x_TD, total.gate_TK, weight_grads, None
 
 
@@ -246,9 +248,9 @@ def _cross(
 def _replicas(
   static: Static, dtype: jnp.dtype, weights: ExpertWeights, routing: Routing
 ) -> replicate.Replicas:
-  """The home weights in the compute dtype, and the way to their copies."""
+  """The home weights in the compute dtype and widths of kernels, and the way to their copies."""
   return replicate.Replicas(
-    jax.tree.map(lambda leaf: leaf.astype(dtype), weights),
+    widths.widen(jax.tree.map(lambda leaf: leaf.astype(dtype), weights), static.columns),
     *_placement(routing),
     routing.home_rows_G,
     static.axis_name,
