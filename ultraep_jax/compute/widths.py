@@ -19,9 +19,9 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.cost import multiplied_by_kernel
 from ultraep_jax.types import Array, ExpertWeights, Layout
 
-# Below, plain JAX may be as fast as to read and write all weights. Estimated: with 64 rows an
-# expert it is a third slower, see docs/lab/kernels.md, Widths between multiples of 64.
-_LEAST_ROWS = 16
+# Of an expert. Below, plain JAX may take less than to read and write all weights: with 64 rows it
+# takes 1.1 times as long forward (docs/lab/kernels.md, Widths between multiples of 64).
+_LEAST_ROWS = 64
 
 
 def missing_columns(
