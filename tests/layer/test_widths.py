@@ -78,6 +78,7 @@ def test_kernels_multiply_widths_that_are_no_multiple_of_64():
     (128, 0, {}),
     (144, 0, {"width": 136}),  # no kernel multiplies it
     (144, 0, {"rows": 500}),
+    (144, 48, {"rows": 500, "config": uep.BalanceConfig(batch_invariant=True)}),
     (144, 0, {"dtype": jnp.float32}),
     (144, 0, {"config": uep.BalanceConfig(implementation="portable")}),
     (144, 0, {"activation": jnp.log}),

@@ -36,13 +36,16 @@ def missing_columns(
   Args:
     weights: of a rank's home experts; shapes and layout count.
     dtype: that the layer computes in.
-    config: ``implementation`` and ``node_size`` count.
+    config: ``implementation``, ``node_size`` and ``batch_invariant`` count.
     activation: of the layer. One that is not finite at 0, or has no finite slope, gets none.
     rows: mean rows of a rank.
   """
   home, inner, width = weights.wo.shape
   missing = -inner % kernels.UNIT
-  if not missing or width % kernels.UNIT or rows < _LEAST_ROWS * home:
+  if not missing or width % kernels.UNIT:
+    return 0
+  # Bits that do not depend on the batch cannot depend on its size.
+  if rows < _LEAST_ROWS * home and not config.batch_invariant:
     return 0
   if not multiplied_by_kernel(config, dtype) or not _on_hopper():
     return 0
