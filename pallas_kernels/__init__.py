@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from pallas_kernels.matmul.elementwise import elementwise
   from pallas_kernels.matmul.even_tiles import even_tiles_pay
   from pallas_kernels.matmul.gated import Gated, Projections, gated_beside, gated_matmul
   from pallas_kernels.matmul.gated_grads import gated_grads
@@ -79,6 +80,7 @@ __all__ = [
   "device",
   "dispatch",
   "dispatch_scaled",
+  "elementwise",
   "even_tiles_pay",
   "gated_beside",
   "gated_grads",
@@ -108,6 +110,7 @@ __all__ = [
   "why_unsupported",
 ]
 _MODULES = {
+  "matmul.elementwise": ("elementwise",),
   "matmul.even_tiles": ("even_tiles_pay",),
   "matmul.gated": ("Gated", "Projections", "gated_beside", "gated_matmul"),
   "matmul.gated_grads": ("gated_grads",),

@@ -1,5 +1,7 @@
 """Inner widths that are no multiple of 64, which columns of zeros make up to one."""
 
+import functools
+
 import fake_devices
 import jax
 import jax.numpy as jnp
@@ -83,6 +85,10 @@ def test_kernels_multiply_widths_that_are_no_multiple_of_64():
     (144, 0, {"config": uep.BalanceConfig(implementation="portable")}),
     (144, 0, {"activation": jnp.log}),
     (144, 0, {"activation": jnp.sqrt}),
+    (144, 0, {"activation": jax.nn.softmax}),  # of other columns too
+    (144, 0, {"activation": functools.partial(jnp.cumsum, axis=-1)}),
+    (144, 48, {"activation": jax.nn.relu}),
+    (144, 48, {"activation": uep.activations.clamped_swiglu()}),
     (144, 0, {"gpu": "10.0"}),
   ],
 )

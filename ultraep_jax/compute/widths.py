@@ -37,7 +37,8 @@ def missing_columns(
     weights: of a rank's home experts; shapes and layout count.
     dtype: that the layer computes in.
     config: ``implementation``, ``node_size`` and ``batch_invariant`` count.
-    activation: of the layer. One that is not finite at 0, or has no finite slope, gets none.
+    activation: of the layer. One that mixes columns, is not finite at 0, or has no finite slope
+      there gets none.
     rows: mean rows of a rank.
   """
   home, inner, width = weights.wo.shape
@@ -49,7 +50,8 @@ def missing_columns(
     return 0
   if not multiplied_by_kernel(config, dtype) or not _on_hopper():
     return 0
-  return missing if _is_finite_at_zero(activation, weights.layout) else 0
+  suits = _is_elementwise(activation, weights.layout)
+  return missing if suits and _is_finite_at_zero(activation, weights.layout) else 0
 
 
 def widen(weights: ExpertWeights, columns: int) -> ExpertWeights:
@@ -95,6 +97,16 @@ def _narrowed(array: Array, layout: Layout, columns: int) -> Array:
 def _on_hopper() -> bool:
   """Other GPUs' matmuls want more than this makes of widths."""
   return kernels.generation(kernels.device()) == kernels.HOPPER
+
+
+def _is_elementwise(activation: Activation, layout: Layout) -> bool:
+  """Else columns of zeros would change what it makes of others, as a norm does."""
+  arguments = 1 if layout is Layout.UNGATED else 2
+  try:
+    kernels.elementwise(activations.unit(activation, layout), arguments, (8, kernels.UNIT))
+  except NotImplementedError:
+    return False
+  return True
 
 
 def _is_finite_at_zero(activation: Activation, layout: Layout) -> bool:
