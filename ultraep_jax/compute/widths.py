@@ -111,9 +111,8 @@ def _is_elementwise(activation: Activation, layout: Layout) -> bool:
 
 def _is_finite_at_zero(activation: Activation, layout: Layout) -> bool:
   """Else zeros times what it makes of zeros would be NaN, forward or backward."""
-  shape = (1,) if layout in (Layout.APART, Layout.UNGATED) else (2,)
   nowhere = jax.sharding.AbstractMesh((), ())
   with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
-    zeros = [jnp.zeros(shape)] * (2 if layout is Layout.APART else 1)
+    zeros = [jnp.zeros(2)] * (2 if layout is Layout.APART else 1)  # a gate and an up, or two
     value, vjp = jax.vjp(lambda *hidden: activations.inner(hidden, layout, activation), *zeros)
     return all(bool(jnp.isfinite(each).all()) for each in (value, *vjp(jnp.ones_like(value))))
