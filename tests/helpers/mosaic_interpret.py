@@ -4,8 +4,9 @@
 copies and signals, races reported. ``install`` patches private parts of JAX; it is written for
 the versions that the project supports and is for tests only.
 
-Every warpgroup occupies a host thread while it waits, and XLA has as many as host devices (at least
-as many as cores): fewer than warpgroups at work, and they may all wait for a thread.
+Every warpgroup occupies a thread of XLA's pool while it waits. With fewer threads than warpgroups
+at work, all may wait for one that has none. ``PJRT_NPROC`` is their number, which tests set. XLA
+runs at most 32 programs at a time on a device: the warpgroups of all ranks, and one.
 """
 
 import collections
@@ -155,7 +156,8 @@ def _patch_threads() -> None:
     try:
       program[0](consts, *args)
     except Exception as fault:  # those that wait for this warpgroup learn of XLA's faults, too
-      gpu_callbacks._get_shared_memory().set_failed(fault)
+      # Not at the top level: the device itself joins the others when all its warpgroups have ended.
+      gpu_callbacks._get_shared_memory().set_failed(fault, top_level=False)
       raise
 
   thread_map._run_jaxpr = run
