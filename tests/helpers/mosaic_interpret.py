@@ -55,11 +55,11 @@ _BLOCK_BARRIER, _CLUSTER_BARRIER = -1, -2
 _faults: list[str] = []  # of the kernels that have ended
 _changed = threading.Condition()
 _here = threading.local()
-_patience = [20.0]
+_patience = [60.0]
 
 
 @contextlib.contextmanager
-def interpreted(patience: float = 20.0) -> Iterator[None]:
+def interpreted(patience: float = 60.0) -> Iterator[None]:
   """Runs kernels interpreted; a wait longer than ``patience`` seconds is an error.
 
   Raises:
