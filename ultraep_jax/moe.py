@@ -189,11 +189,12 @@ def measured_moe(
   compute = rounds.assignments_apart if config.batch_invariant else rounds.experts_on_tokens
   y_TD: Any = compute(  # custom_vjp hides the type
     static,
-    to_varying(x_TD, axes),
+    to_varying(widths.widen_tokens(x_TD, columns), axes),
     to_varying(gate_TK.astype(jnp.float32), axes),
     to_varying(weights, axes),
     to_varying(routing, axes),
   )
+  y_TD = widths.narrow_tokens(y_TD, columns)
   y_TD = y_TD if inner_axis is None else lax.psum(y_TD, inner_axis)
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
   # Statistics have the slots of the configuration, whatever the number of tokens.

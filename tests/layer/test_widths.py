@@ -1,4 +1,4 @@
-"""Inner widths that are no multiple of 64, which columns of zeros make up to one."""
+"""Widths that are no multiple of 64, which columns of zeros make up to one."""
 
 import functools
 
@@ -9,9 +9,9 @@ import pytest
 from layer_problems import (
   BIASES,
   dense,
-  layer,
   make_mesh,
   make_problem,
+  new_layer,
   relative_error,
   value_and_grads,
 )
@@ -31,20 +31,29 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("config", [ONE_ROUND, ROUNDS], ids=["one round", "rounds"])
-@pytest.mark.parametrize("form", FORMS)
-def test_columns_of_zeros_change_no_result(form, config, monkeypatch):
+@pytest.mark.parametrize(
+  ("form", "config", "columns"),
+  [
+    *((form, ONE_ROUND, (5, 3)) for form in FORMS),
+    *((form, ROUNDS, (5, 3)) for form in FORMS),
+    ("apart", ONE_ROUND, (0, 3)),
+    ("fused", ONE_ROUND, (5, 0)),
+    ("apart", uep.BalanceConfig(objective="balance", batch_invariant=True), (5, 3)),
+  ],
+)
+def test_columns_of_zeros_change_no_result(form, config, columns, monkeypatch):
   problem = make_problem(make_mesh(2), tokens=64, experts=8, **FORMS[form])
-  monkeypatch.setattr(widths, "missing_columns", lambda *_: 5)
-  y, stats, grads = value_and_grads(layer(problem, config), problem)
+  monkeypatch.setattr(widths, "missing_columns", lambda *_: widths.Columns(*columns))
+  y, stats, grads = value_and_grads(new_layer.__wrapped__(problem.mesh, config, True), problem)
   expected_y, expected = dense(problem)
   assert relative_error(y, expected_y) <= 1e-5
   assert relative_error(grads, expected) <= 1e-5
-  expert = problem.weights.expert_size + 5 * problem.weights.num_matrices * problem.x.shape[1]
-  biases = 5 * (problem.weights.num_matrices - 1) if form in ("apart", "interleaved") else 0
+  matrices, (_, inner, width) = problem.weights.num_matrices, problem.weights.wo.shape
+  inner, width = inner + columns[0], width + columns[1]
+  biases = {"into": (matrices - 1) * inner, "out": width}
+  expert = matrices * inner * width + sum(map(biases.get, FORMS[form].get("biases", ())))
   assert stats.replicas.sum() > 0
-  per_copy = int(stats.replica_bytes.sum()) / int(stats.replicas.sum())
-  assert per_copy == 4 * (expert + biases)
+  assert int(stats.replica_bytes.sum()) == 4 * expert * int(stats.replicas.sum())
 
 
 def shapes(inner, width=128, experts=8, dtype=jnp.bfloat16, tokens=512):
@@ -57,7 +66,8 @@ def shapes(inner, width=128, experts=8, dtype=jnp.bfloat16, tokens=512):
   return array(tokens, width), *choices, weights
 
 
-def test_kernels_multiply_widths_that_are_no_multiple_of_64():
+@pytest.mark.parametrize(("width", "inner"), [(128, 144), (136, 128), (136, 144)])
+def test_kernels_multiply_widths_that_are_no_multiple_of_64(width, inner):
   mesh = make_mesh(2)
 
   def loss(x, index, gate, weights):
@@ -66,30 +76,36 @@ def test_kernels_multiply_widths_that_are_no_multiple_of_64():
 
   grads = jax.grad(loss, argnums=(0, 2, 3))
   with jax.set_mesh(mesh), fake_devices.gpus():
-    jaxpr = jax.jit(grads).trace(*shapes(inner=144)).jaxpr
+    jaxpr = jax.jit(grads).trace(*shapes(inner, width)).jaxpr
     assert kernel_names(jaxpr) == LAYER | {"plan_probes", "plan_quotas", "transfer_lists"}
-    found = jax.eval_shape(grads, *shapes(inner=144))
-  assert found[2].wi_up.shape == (8, 128, 144) and found[2].wo.shape == (8, 144, 128)
+    found = jax.eval_shape(grads, *shapes(inner, width))
+  assert found[0].shape == (512, width)
+  assert found[2].wi_up.shape == (8, width, inner) and found[2].wo.shape == (8, inner, width)
 
 
 @pytest.mark.parametrize(
   ("inner", "expected", "changes"),
   [
-    (144, 48, {}),
-    (1440, 32, {}),
-    (128, 0, {}),
-    (144, 0, {"width": 136}),  # no kernel multiplies it
-    (144, 0, {"rows": 500}),
-    (144, 48, {"rows": 500, "config": uep.BalanceConfig(batch_invariant=True)}),
-    (144, 0, {"dtype": jnp.float32}),
-    (144, 0, {"config": uep.BalanceConfig(implementation="portable")}),
-    (144, 0, {"activation": jnp.log}),
-    (144, 0, {"activation": jnp.sqrt}),
-    (144, 0, {"activation": jax.nn.softmax}),  # of other columns too
-    (144, 0, {"activation": functools.partial(jnp.cumsum, axis=-1)}),
-    (144, 48, {"activation": jax.nn.relu}),
-    (144, 48, {"activation": uep.activations.clamped_swiglu()}),
-    (144, 0, {"gpu": "10.0"}),
+    (144, (48, 0), {}),
+    (1440, (32, 0), {}),
+    (128, (0, 0), {}),
+    (144, (48, 56), {"width": 136}),
+    (128, (0, 56), {"width": 136}),
+    (48, (16, 16), {"width": 48}),
+    (48, (0, 0), {"width": 40}),  # to multiply more than twice as much
+    (144, (0, 0), {"rows": 500}),
+    (144, (48, 0), {"rows": 500, "config": uep.BalanceConfig(batch_invariant=True)}),
+    (144, (0, 0), {"dtype": jnp.float32}),
+    (144, (0, 0), {"config": uep.BalanceConfig(implementation="portable")}),
+    (144, (0, 0), {"activation": jnp.log}),
+    (144, (0, 0), {"activation": jnp.sqrt}),
+    (144, (0, 0), {"activation": jax.nn.softmax}),  # of other columns too
+    (144, (0, 0), {"activation": functools.partial(jnp.cumsum, axis=-1)}),
+    (144, (0, 0), {"activation": jnp.log, "width": 136}),
+    (128, (0, 56), {"activation": jnp.log, "width": 136}),
+    (144, (48, 0), {"activation": jax.nn.relu}),
+    (144, (48, 0), {"activation": uep.activations.clamped_swiglu()}),
+    (144, (0, 0), {"gpu": "10.0"}),
   ],
 )
 def test_which_layers_get_columns(inner, expected, changes):
@@ -106,7 +122,8 @@ def test_which_layers_get_columns(inner, expected, changes):
 @pytest.mark.parametrize("layout", Layout)
 def test_what_is_added_is_taken_away(layout):
   problem = make_problem(make_mesh(1), tokens=8, experts=2, layout=str(layout))
-  wide = widths.widen(problem.weights, 3)
-  assert wide.wo.shape[1] == problem.weights.wo.shape[1] + 3
-  again = widths.narrow(wide, 3)
+  wide = widths.widen(problem.weights, columns := widths.Columns(3, 2))
+  _, inner, width = problem.weights.wo.shape
+  assert wide.wo.shape[1:] == (inner + 3, width + 2)
+  again = widths.narrow(wide, columns)
   assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, problem.weights))
