@@ -68,7 +68,10 @@ def _operations(
 ) -> Callable[..., list[Array]]:
   """All results of a function, or why Mosaic GPU has not its operations."""
   like = jax.ShapeDtypeStruct(shape, jnp.float32)
-  closed: Any = jax.make_jaxpr(function)(*[like] * arguments)
+  try:
+    closed: Any = jax.make_jaxpr(function)(*[like] * arguments)
+  except (TypeError, ValueError) as error:  # as of a constant for each of an expert's columns
+    raise NotImplementedError(f"activation: expected one of {shape}, got {error}") from error
   if {(x.shape, x.dtype) for x in closed.out_avals} != {(shape, jnp.dtype(jnp.float32))}:
     raise NotImplementedError(
       f"activation: expected float32 of its argument's shape, got {closed.out_avals}"

@@ -135,6 +135,7 @@ def test_activations_that_lower():
     (jax.nn.softplus, "expected elementwise operations, got log1p"),
     (lambda x: x.astype(jnp.bfloat16), "expected float32 of its argument's shape"),
     (lambda x: x + CAPTURED, "expected no captured arrays, got"),
+    (lambda x: x * np.ones((1, 256), np.float32), r"expected one of \(64, 64\), got "),
   ],
 )
 def test_activations_that_are_refused(activation, match):

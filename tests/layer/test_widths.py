@@ -5,6 +5,7 @@ import functools
 import fake_devices
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from layer_problems import (
   BIASES,
@@ -101,6 +102,7 @@ def test_kernels_multiply_widths_that_are_no_multiple_of_64(width, inner):
     (144, (0, 0), {"activation": jnp.sqrt}),
     (144, (0, 0), {"activation": jax.nn.softmax}),  # of other columns too
     (144, (0, 0), {"activation": functools.partial(jnp.cumsum, axis=-1)}),
+    (144, (0, 0), {"activation": lambda x: x * np.ones((1, 144), x.dtype)}),  # a constant a column
     (144, (0, 0), {"activation": jnp.log, "width": 136}),
     (128, (0, 56), {"activation": jnp.log, "width": 136}),
     (144, (48, 0), {"activation": jax.nn.relu}),
