@@ -28,9 +28,17 @@ def _integer_power(x: Array, *, y: int) -> Array:
   return power if y > 0 else 1 / power
 
 
+def _converted(x: Array, *, new_dtype: Any, **params: Any) -> Array:
+  """Mosaic cannot convert to booleans."""
+  if new_dtype == jnp.bool_:
+    return lax.ne(x, lax.full_like(x, 0))
+  return lax.convert_element_type_p.bind(x, new_dtype=new_dtype, **params)
+
+
 # What Mosaic lacks, or has for some parameters, and functions or their derivatives have.
 _INSTEAD: dict[str, Callable[..., Any]] = {
   "add_any": lax.add,
+  "convert_element_type": _converted,
   "copy": lambda x: x,
   "integer_pow": _integer_power,
   "stop_gradient": lambda x: x,
@@ -101,6 +109,8 @@ def _expect_elementwise(closed: Any, shape: tuple[int, ...]) -> None:
       _expect_elementwise(inner, shape)
     elif name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
       continue  # of a scalar
+    elif name == "select_n" and len(eqn.invars) > 3:
+      raise NotImplementedError(f"activation: expected choices of 2, got {len(eqn.invars) - 1}")
     elif name not in _ELEMENTWISE and name not in _INSTEAD:
       raise NotImplementedError(f"activation: expected elementwise operations, got {name}")
 

@@ -113,6 +113,7 @@ ACTIVATIONS = [
   jax.nn.hard_swish,
   lambda x: jnp.square(jax.nn.relu(x)),
   lambda x: jnp.where(x > 0, jnp.minimum(x, 7.0), jnp.float32(0.5)),
+  lambda x: jnp.where(x.astype(bool), x, jnp.float32(0.5)),
 ]
 
 
@@ -136,6 +137,7 @@ def test_activations_that_lower():
     (lambda x: x.astype(jnp.bfloat16), "expected float32 of its argument's shape"),
     (lambda x: x + CAPTURED, "expected no captured arrays, got"),
     (lambda x: x * np.ones((1, 256), np.float32), r"expected one of \(64, 64\), got "),
+    (lambda x: jax.lax.select_n(x.astype(jnp.int32), x, x, x), "expected choices of 2, got 3"),
   ],
 )
 def test_activations_that_are_refused(activation, match):
