@@ -152,6 +152,16 @@ def test_units_that_ignore_an_argument_lower(unit, columns):
   lowered(unit, columns)
 
 
+def test_units_that_add_a_number_lower_inside_shard_map():
+  mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+  f = functools.partial(gated_grads, unit=lambda gate, up: gate * (up + 1), columns="apart")
+  split = jax.sharding.PartitionSpec("expert")
+  local = jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+  operands = shape(4096, 256), shape(4096, dtype=jnp.float32), shape(36, dtype=jnp.int32)
+  text = lower(local, projections(shape, "apart", 4096, 256), *operands)
+  assert text.count("custom_call @mosaic_gpu") == 1
+
+
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_every_form_lowers_to_one_kernel(columns):
   lowered(jax.nn.gelu if columns == "ungated" else clamped, columns, cols=2880)
