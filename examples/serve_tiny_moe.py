@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Served]:
   add("--alignment", type=int, default=16, help="where prompts start in a row")
   add("--replica-slots", type=int, default=2, help="expert copies that a rank can hold")
   args = parser.parse_args(argv)
+  (shortest, longest), most = args.lengths, max(args.buckets)
+  if not 1 <= shortest <= longest <= most:
+    parser.error(f"--lengths: expected two rising ones in [1, {most}], got {shortest} {longest}")
   results = {}
   try:
     for strategy in STRATEGIES:

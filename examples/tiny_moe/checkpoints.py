@@ -22,6 +22,8 @@ def open_checkpoints(folder: pathlib.Path, every: int, resume: bool) -> ocp.Chec
   Raises:
     SettingsError: resuming needs a checkpoint and finds none, or a new run finds some.
   """
+  if resume and not folder.is_dir():  # the manager would make it
+    raise SettingsError(f"--checkpoint-dir: expected a checkpoint in {folder}, got no folder")
   options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
   manager = ocp.CheckpointManager(folder.absolute(), options=options)
   latest = manager.latest_step()

@@ -63,3 +63,25 @@ def test_says_what_is_wrong(tmp_path, capsys):
   said = capsys.readouterr().err
   assert f"--checkpoint-dir: expected a checkpoint in {tmp_path}, got none" in said
   assert "--resume" not in said
+
+
+@pytest.mark.parametrize("name", ["nothing", "a file"])
+def test_no_folder_is_an_error_and_makes_none(name, tmp_path, capsys):
+  folder = tmp_path / name
+  if name == "a file":
+    folder.touch()
+  with pytest.raises(SystemExit):
+    serve_tiny_moe.main(["--checkpoint-dir", str(folder)])
+  said = capsys.readouterr().err
+  assert f"--checkpoint-dir: expected a checkpoint in {folder}, got no folder" in said
+  assert not folder.is_dir()
+
+
+@pytest.mark.parametrize("lengths", ["9 3", "0 4", "8 300"])
+def test_lengths_that_no_prompt_can_have(lengths, tmp_path, capsys):
+  with pytest.raises(SystemExit):
+    serve_tiny_moe.main(
+      ["--checkpoint-dir", str(tmp_path), "--buckets", "256", "--lengths", *lengths.split()]
+    )
+  said = capsys.readouterr().err
+  assert f"--lengths: expected two rising ones in [1, 256], got {lengths}" in said
