@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shlex
 import shutil
 from typing import Any, TextIO
 
@@ -163,5 +164,5 @@ def what_next(out: pathlib.Path, trace: pathlib.Path | None) -> str:
   lines = [f"wrote {out / 'training.png'}, {out / 'metrics.jsonl'} and events for TensorBoard"]
   if trace is not None:
     lines[0] += f"; every step's loads in {trace}"
-    lines.append(f"next: ultraep view {trace} --open")
+    lines.append(f"next: ultraep view {shlex.quote(str(trace))} --open")
   return "\n".join(lines)

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import train_tiny_moe
-from tiny_moe import data
+from tiny_moe import data, report
 from tiny_moe.settings import Settings, flag
 from tiny_moe.training import Training
 from train_tiny_moe import main
@@ -123,6 +123,12 @@ def test_a_new_run_replaces_files_and_says_what_it_wrote(tmp_path, capsys):
   *_, wrote, following = capsys.readouterr().out.splitlines()
   assert wrote.startswith(f"wrote {tmp_path}/training.png")
   assert following == f"next: ultraep view {tmp_path}/trace --open"
+
+
+def test_the_next_command_can_be_pasted():
+  folder = pathlib.Path("my runs/trace")
+  following = report.what_next(folder.parent, folder).splitlines()[-1]
+  assert shlex.split(following.removeprefix("next: ")) == ["ultraep", "view", str(folder), "--open"]
 
 
 def test_a_run_goes_on_with_another_strategy(tmp_path, monkeypatch):
