@@ -146,6 +146,21 @@ def test_plan_weighs_copies_in_plain_jax_where_kernels_cannot_run(capsys):
   assert "costs" not in json.loads(run(capsys, "plan", *sizes, "--json")[1])
 
 
+def test_plan_has_homes_send_all_copies_in_plain_jax(capsys):
+  """A hot expert of rank 5 goes to three ranks: by relays on kernels, and not without."""
+  weighed = ("--objective", "time", "--width", 4096, "--inner", 1536)
+
+  def answer(device):
+    return json.loads(run(capsys, "plan", *weighed, "--device", device, "--json")[1])
+
+  kernels, plain = answer("h200"), answer("a100")
+  assert kernels["relayed"] > 0 and kernels["busiest_sender"] == 1 and kernels["depth"] > 1
+  homes = [copy["expert"] // 8 for copy in plain["replicas"]]
+  assert [copy["from"] for copy in plain["replicas"]] == homes
+  assert plain["busiest_sender"] == max(map(homes.count, homes)) > 1
+  assert plain["relayed"] == 0 and plain["depth"] == 1
+
+
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
