@@ -197,6 +197,16 @@ def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
   assert re.search(message, err), err
 
 
+@pytest.mark.parametrize(
+  "given", ["--tokens 5", "--top-k 1", "--workload flat", "--ratio 3", "--seed 1"]
+)
+def test_plan_refuses_options_of_generated_loads_beside_a_file(given, tmp_path, capsys):
+  np.save(tmp_path / "loads.npy", traces.loads(3))
+  status, out, err = run(capsys, "plan", tmp_path / "loads.npy", *given.split())
+  assert status == 1 and not out
+  assert f"{given.split()[0]}: expected no FILE with it, which has its loads, got " in err
+
+
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0,), (0, 0), (2, 0, 3)], ids=str)
 def test_plan_refuses_files_without_loads(shape, tmp_path, capsys):
   np.save(tmp_path / "loads.npy", np.zeros(shape, int))
@@ -221,6 +231,7 @@ def test_plan_refuses_files_without_loads(shape, tmp_path, capsys):
     (["--domain", "3"], "domain_size: expected a divisor of 8 ranks, got 3"),
     (["--strategy", "magic"], "strategy: expected one of"),
     (["--strategy", "ideal"], "replaces the router's choice and plans nothing"),
+    (["--device", "h200"], "--device: expected --objective time with it"),
     (["--objective", "time"], "expected --width and --inner"),
     (["--width", "64"], "--width, --inner: expected both or none"),
     (["--width", "64", "--inner", "0"], "expected at least 1"),

@@ -32,6 +32,9 @@ from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 _EXPERTS = 64
 _OF_RATIO = {"zipf": testing.zipf_loads, "flat": testing.flat_loads}
 _WORKLOADS = (*_OF_RATIO, "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
+# Options of generated loads alone, and their defaults.
+_GENERATED = {"tokens": 4096, "top_k": 8, "workload": "zipf", "ratio": 2.0, "seed": 0}
+_DEVICE = "h200"
 _TABLE_ROWS = 72
 _MOST_BYTES = 2**30  # of a file of loads
 
@@ -42,16 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("loads", nargs="?", type=pathlib.Path, metavar="FILE", help="loads; without: generated")
   add("--ranks", type=int, help="ranks (8, or as in the file)")
   add("--experts", type=int, help=f"experts ({_EXPERTS}, or as in the file)")
-  add("--tokens", type=int, default=4096, help="generated: tokens a rank (%(default)s)")
-  add("--top-k", type=int, default=8, help="generated: experts a token (%(default)s)")
-  add("--workload", choices=_WORKLOADS, default="zipf", help="generated: kind (%(default)s)")
+  add("--tokens", type=int, help="generated: tokens a rank (%(default)s)")
+  add("--top-k", type=int, help="generated: experts a token (%(default)s)")
+  add("--workload", choices=_WORKLOADS, help="generated: kind (%(default)s)")
   add(
     "--ratio",
     type=float,
-    default=2.0,
     help=f"generated, by {' and '.join(_OF_RATIO)}: busiest over mean rank (%(default)s)",
   )
-  add("--seed", type=int, default=0, help="generated: seed (%(default)s)")
+  add("--seed", type=int, help="generated: seed (%(default)s)")
   add("--slots", type=int, default=2, help="replica slots a rank (%(default)s)")
   add("--strategy", default="quota", help="balancer (%(default)s)")
   add("--objective", choices=("balance", "time"), default="balance", help="(%(default)s)")
@@ -61,14 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--transfer", choices=("auto", "direct", "relay"), default="auto", help="(%(default)s)")
   add("--width", type=int, help="D, hidden width, for the bytes and the cost of a copy")
   add("--inner", type=int, help="F, inner width of an expert, likewise")
-  add("--device", default="h200", help="has the costs: its description, name or file (%(default)s)")
+  add("--device", help=f"has the costs of --objective time: its name or file ({_DEVICE})")
   add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
   add("--json", action="store_true", help="print JSON, with the whole plan")
+  parser.set_defaults(**_GENERATED)
 
 
 def run(args: argparse.Namespace) -> int:
   """Plans and prints."""
   try:
+    _check_used(args)
     load_GE = _generated(args) if args.loads is None else _from_file(args)
     config = BalanceConfig(
       replica_slots=args.slots,
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
       )
     config.domain_of(len(load_GE))  # which not every strategy asks for
     weights = _expert(args)
-    device = Device.load(args.device) if config.objective == "time" else None
+    device = Device.load(args.device or _DEVICE) if config.objective == "time" else None
     cost = _cost(args, load_GE, device, weights, config)
     plan = strategy.plan(jnp.asarray(load_GE), config, cost)
     if device is not None and device.portable is None:
@@ -103,6 +107,22 @@ def run(args: argparse.Namespace) -> int:
     answer["generated"] = _generated_by(args)
   print(json.dumps(answer, indent=2) if args.json else _text(answer))
   return 0
+
+
+def _check_used(args: argparse.Namespace) -> None:
+  """Refuses options that would change nothing.
+
+  Raises:
+    ValueError: there are some.
+  """
+  given = [name for name, value in _GENERATED.items() if getattr(args, name) != value]
+  if args.loads is not None and given:
+    option = given[0].replace("_", "-")
+    raise ValueError(f"--{option}: expected no FILE with it, which has its loads, got {args.loads}")
+  if args.device is not None and args.objective != "time":
+    raise ValueError(
+      f"--device: expected --objective time with it, which weighs costs, got {args.objective}"
+    )
 
 
 def _generated(args: argparse.Namespace) -> np.ndarray:

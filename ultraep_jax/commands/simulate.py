@@ -34,6 +34,15 @@ from ultraep_jax.trace.reader import Trace, read
 _STRATEGIES = ("none", "eplb", "eplb+", "quota", "quota (time)")
 _MOST = 100_000  # steps, layers, runs
 _MODEL, _DEVICE = "Qwen3-235B", "h200"
+_SHAPE = ("imbalance", "drift", "noise", "bursts")
+# Options of generated loads alone, and their defaults.
+_OF_TRAFFIC: dict[str, Any] = {
+  "traffic": "drifting",
+  **dict.fromkeys(_SHAPE),
+  "steps": 40,
+  "layers": 2,
+  "seeds": 3,
+}
 _PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
 
 
@@ -58,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--slots", type=int, help="replica slots of a rank (2)")
   parser.add_argument("--prefill", action="store_true", help="forward pass alone")
   parser.add_argument("--capacity-factor", type=float, help="rows of a buffer over tokens * K")
-  parser.add_argument("--traffic", default="drifting", choices=sorted(TRAFFIC))
-  for name in ("imbalance", "drift", "noise", "bursts"):
+  parser.add_argument("--traffic", choices=sorted(TRAFFIC), help="generated loads (%(default)s)")
+  for name in _SHAPE:
     parser.add_argument(f"--{name}", type=float, help=f"{name} of the traffic, instead")
   recorded = parser.add_mutually_exclusive_group()
   recorded.add_argument(
@@ -71,9 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--strategies", nargs="+", default=_STRATEGIES)
   parser.add_argument("--period", type=int, default=20, help="batches between EPLB's placements")
   parser.add_argument("--target", type=float, help="quota stops at this imbalance (1.01)")
-  parser.add_argument("--steps", type=int, default=40, help="microbatches after the first period")
-  parser.add_argument("--layers", type=int, default=2, help="layers that are simulated")
-  parser.add_argument("--seeds", type=int, default=3, help="independent runs, for the bands")
+  parser.add_argument("--steps", type=int, help="microbatches after the first period")
+  parser.add_argument("--layers", type=int, help="layers that are simulated")
+  parser.add_argument("--seeds", type=int, help="independent runs, for the bands")
+  parser.set_defaults(**_OF_TRAFFIC)
   parser.add_argument("--verbose", action="store_true", help="print the device's constants too")
   parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
   parser.add_argument("--out", type=pathlib.Path, help="write the JSON to this file too")
@@ -108,10 +118,19 @@ def _setting(
 ) -> tuple[Setting, list[str]]:
   """What is simulated, and what of it is assumed."""
   setting, notes = _one_node(args, trace, loads)
+  setting, of_nodes = over_nodes(setting)
+  unused = [f"--{name}" for name, value in _OF_TRAFFIC.items() if getattr(args, name) != value]
+  if unused and (trace is not None or loads is not None):
+    of_nodes.append(f"the loads are recorded: {', '.join(unused)} changed nothing")
+  return setting, [*notes, *of_nodes]
+
+
+def over_nodes(setting: Setting) -> tuple[Setting, list[str]]:
+  """The setting as it runs where domains are nodes, and what is assumed then."""
   if setting.domain_size == setting.num_ranks:
-    return setting, notes
-  notes = [*notes, "on several nodes transfers are in plain JAX"]
-  return dataclasses.replace(setting, device=setting.device.on_nodes()), notes
+    return setting, []
+  of_nodes = dataclasses.replace(setting, device=setting.device.on_nodes())
+  return of_nodes, ["on several nodes transfers are in plain JAX"]
 
 
 def _one_node(
@@ -176,8 +195,7 @@ def _conclusions(result: list[dict[str, Any]]) -> list[str]:
 
 
 def _traffic(args: argparse.Namespace) -> Traffic:
-  names = ("imbalance", "drift", "noise", "bursts")
-  given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+  given = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
   return dataclasses.replace(TRAFFIC[args.traffic], **given)
 
 
