@@ -115,6 +115,36 @@ def test_what_cannot_run_kernels_is_weighed_in_plain_jax(tmp_path, capsys):
     assert f"times predicted for {name} (--device), {layer}\n" in out
 
 
+def test_nodes_and_plain_jax_are_those_of_simulate(tmp_path, capsys):
+  """Of two nodes' ranks the layer moves tokens and copies in plain JAX."""
+  two = str(tmp_path / "two")
+  config = dataclasses.replace(traces.CONFIG, domain_size=2)
+  with Recorder(two, config=config, metadata={"model": WIDE}) as recorder:
+    for step in range(4):
+      recorder.record(step, {"layer0": traces.stats_of(traces.loads(step) * 4096)}, axes=())
+  one = write(tmp_path / "one", WIDE, tokens=4096)
+  for folder, options in ((two, []), (one, []), (one, ["--portable"]), (two, ["--portable"])):
+    options = [*options, "--device", "h200", "--json"]
+    said = json.loads(run(capsys, "recommend", folder, *options)[1])
+    command = "simulate", "--trace", folder, "--strategies", "none", *options
+    expected = json.loads(run(capsys, *command)[1])
+    assert 1e-3 * said["slots"][0]["layer_ms"] == pytest.approx(
+      expected["strategies"][0]["layer_seconds"]
+    )
+    assert said["notes"] == expected["notes"]
+    assert ("on several nodes transfers are in plain JAX" in said["notes"]) == (folder == two)
+    assert ("plain JAX" in said["layer"]) == ("--portable" in options)
+
+
+def test_simulate_says_which_options_recorded_loads_leave_unused(tmp_path, capsys):
+  command = "simulate", "--trace", write(tmp_path / "trace", WIDE), "--strategies", "none", "--json"
+  for given, named in (([], ""), (["--imbalance", "3", "--steps", "2"], "--imbalance, --steps")):
+    notes = " ".join(json.loads(run(capsys, *command, *given)[1])["notes"])
+    assert (
+      f"the loads are recorded: {named} changed nothing" in notes if named else "--" not in notes
+    )
+
+
 def test_what_is_saved_is_told_for_all_layers_of_a_step(tmp_path, capsys):
   """The same loads in three layers; and fewer of them planned, of other steps."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ultraep_jax.advice import recorded_config
-from ultraep_jax.commands.simulate import model_of
+from ultraep_jax.commands.simulate import model_of, over_nodes
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
 from ultraep_jax.planning.exact import slots_that_suffice
@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("trace", metavar="DIR", help="folder of the trace")
   add("--device", help="its description, by name or file (that of the GPUs here, else h200)")
+  add(
+    "--portable",
+    action="store_true",
+    help="the layer in plain JAX, as always for devices that cannot run the kernels",
+  )
   add("--model", choices=sorted(MODELS), help="widths of the layers (as the trace says)")
   add("--prefill", action="store_true", help="forward pass alone")
   add(
@@ -51,11 +56,14 @@ def run(args: argparse.Namespace) -> int:
   try:
     trace = read(args.trace)
     device = Device.load(args.device) if args.device else known.resolve() or Device.load("h200")
+    device = device.running(kernels=not args.portable)
     shape, notes = model_of(trace, args.model)
+    notes += over_nodes(trace_setting(trace, shape, device))[1]
     part = trace[_chosen(trace, args.records)]
     rows = []
     for slots in progress(_slots(trace), what="plan", unit="slots"):
-      setting = trace_setting(part, shape, device, replica_slots=slots, training=not args.prefill)
+      fields = {"replica_slots": slots, "training": not args.prefill}
+      setting, _ = over_nodes(trace_setting(part, shape, device, **fields))
       rows.append(_row(part, slots, replay(part, setting, ("none", "quota (time)", "quota"))))
   except (ValueError, OSError) as error:
     raise CommandError(str(error)) from None
@@ -66,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     row["memory_mb"] = row["slots"] * shape.expert_params * 1e-6 * (_COPY_BYTES + gradient_bytes)
   advice = _advice(rows, device.name)
   if args.json:
-    about = {"device": device.name, "layer": device.layer}
+    about = {"device": device.name, "layer": device.layer, "notes": notes}
     print(json.dumps({**about, "slots": rows, "advice": advice}, indent=2))
   else:
     print(_text(trace, len(part), device, rows, [*notes, advice]))
