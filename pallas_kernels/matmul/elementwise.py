@@ -1,6 +1,6 @@
 """Functions as elementwise operations that Mosaic GPU has in registers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -77,16 +77,23 @@ def _operations(
   function: Callable[..., Any], arguments: int, shape: tuple[int, ...]
 ) -> Callable[..., list[Array]]:
   """All results of a function, or why Mosaic GPU has not its operations."""
-  like = jax.ShapeDtypeStruct(shape, jnp.float32)
-  try:
-    closed: Any = jax.make_jaxpr(function)(*[like] * arguments)
-  except (TypeError, ValueError) as error:  # as of a constant for each of an expert's columns
-    raise NotImplementedError(f"activation: expected one of {shape}, got {error}") from error
+
+  def traced(shape: tuple[int, ...]) -> Any:
+    try:
+      return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * arguments)
+    except (TypeError, ValueError) as error:  # as of a constant for each of an expert's columns
+      raise NotImplementedError(f"activation: expected one of {shape}, got {error}") from error
+
+  closed = traced(shape)
   if {(x.shape, x.dtype) for x in closed.out_avals} != {(shape, jnp.dtype(jnp.float32))}:
     raise NotImplementedError(
       f"activation: expected float32 of its argument's shape, got {closed.out_avals}"
     )
   _expect_elementwise(closed, shape)
+  # A kernel calls it with a tile, whose sizes are not those of the experts.
+  larger = traced(tuple(2 * size for size in shape))
+  if [*_numbers(closed)] != [*_numbers(larger)]:
+    raise NotImplementedError("activation: expected no number that depends on its argument's shape")
   return lambda *args: _evaluate(closed, list(args))
 
 
@@ -115,6 +122,14 @@ def _expect_elementwise(closed: Any, shape: tuple[int, ...]) -> None:
       raise NotImplementedError(f"activation: expected choices of 2, got {len(eqn.invars) - 1}")
     elif name not in _ELEMENTWISE and name not in _INSTEAD:
       raise NotImplementedError(f"activation: expected elementwise operations, got {name}")
+
+
+def _numbers(closed: Any) -> Iterator[str]:
+  """The constants in a program, as text, in which NaN equals itself."""
+  for eqn in closed.jaxpr.eqns:
+    if (inner := _inlined(eqn)) is not None:
+      yield from _numbers(inner)
+    yield from (repr(x.val) for x in eqn.invars if isinstance(x, core.Literal))
 
 
 def _evaluate(closed: Any, args: list[Any]) -> list[Any]:

@@ -137,6 +137,7 @@ def test_activations_that_lower():
     (lambda x: x.astype(jnp.bfloat16), "expected float32 of its argument's shape"),
     (lambda x: x + CAPTURED, "expected no captured arrays, got"),
     (lambda x: x * np.ones((1, 256), np.float32), r"expected one of \(64, 64\), got "),
+    (lambda x: x / x.shape[-1], "expected no number that depends on its argument's shape"),
     (lambda x: jax.lax.select_n(x.astype(jnp.int32), x, x, x), "expected choices of 2, got 3"),
   ],
 )
