@@ -20,10 +20,13 @@ def open_checkpoints(folder: pathlib.Path, every: int, resume: bool) -> ocp.Chec
   """The checkpoints of a run, saved each ``every`` steps.
 
   Raises:
-    SettingsError: resuming needs a checkpoint and finds none, or a new run finds some.
+    SettingsError: resuming needs a checkpoint and finds none, a new run finds some, or the
+      folder is a file.
   """
   if resume and not folder.is_dir():  # the manager would make it
     raise SettingsError(f"--checkpoint-dir: expected a checkpoint in {folder}, got no folder")
+  if folder.exists() and not folder.is_dir():  # the manager would find out when it saves, and hang
+    raise SettingsError(f"--checkpoint-dir: expected a folder, got another file at {folder}")
   options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
   manager = ocp.CheckpointManager(folder.absolute(), options=options)
   latest = manager.latest_step()

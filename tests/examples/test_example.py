@@ -241,6 +241,10 @@ def test_strategies_without_replicas(finished, tmp_path):
       "--checkpoint-dir {folder} --resume",
       "--checkpoint-dir: expected a checkpoint in {folder}, got none",
     ),
+    (
+      f"--checkpoint-dir {__file__}",
+      f"--checkpoint-dir: expected a folder, got another file at {__file__}",
+    ),
   ],
 )
 def test_bad_flags_are_named(flags, message, tmp_path, monkeypatch, capsys):
