@@ -263,8 +263,8 @@ def test_speed_at_64_ranks():
   jax.block_until_ready(plan(load_NGE[0]))
   seconds = []
   for load_GE in load_NGE:
-    start = time.perf_counter()
+    start = time.process_time()  # as others may keep the cores busy
     jax.block_until_ready(plan(load_GE))
-    seconds.append(time.perf_counter() - start)
+    seconds.append(time.process_time() - start)
   print(f"\nE256 G64 S2: median {1e3 * np.median(seconds):.1f} ms")
   assert np.median(seconds) < 0.4
