@@ -24,7 +24,7 @@ from ultraep_jax.devices.device import Device
 from ultraep_jax.files import read_array, read_json, regular
 from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import cost_on
-from ultraep_jax.planning.relay import depth, egress_per_rank
+from ultraep_jax.planning.relay import depth, egress_per_rank, transfer_tree
 from ultraep_jax.tables import table
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
@@ -95,8 +95,11 @@ def run(args: argparse.Namespace) -> int:
     device = Device.load(args.device or _DEVICE) if config.objective == "time" else None
     cost = _cost(args, load_GE, device, weights, config)
     plan = strategy.plan(jnp.asarray(load_GE), config, cost)
-    if device is not None and device.portable is None:
-      plan = _sent_by_homes(plan)
+    if device is not None and device.portable is None:  # plain JAX ignores the trees of copies
+      parent_GS = transfer_tree(
+        plan.replica_expert, num_experts=load_GE.shape[1], transfer="direct"
+      )
+      plan = plan._replace(parent=parent_GS)
   except (ValueError, TypeError, OSError) as error:
     raise CommandError(str(error)) from None
   copy_bytes = 0 if weights is None else weights.expert_size * jnp.dtype(args.dtype).itemsize
@@ -259,14 +262,6 @@ def _cost(
   capacity = max(row_capacity(int(load_GE.sum(axis=1).max()), 1, num_ranks, config), 1)
   domain = config.domain_of(num_ranks)
   return cost_on(device, jnp.dtype(args.dtype), weights, capacity, domain=domain).plan
-
-
-def _sent_by_homes(plan: Plan) -> Plan:
-  """The plan as plain JAX carries it out, which ignores the trees of copies."""
-  num_experts, num_ranks = plan.quota.shape
-  expert_GS = plan.replica_expert
-  home_GS = jnp.where(expert_GS < 0, -1, expert_GS // (num_experts // num_ranks))
-  return plan._replace(parent=home_GS)
 
 
 def _answer(
