@@ -8,6 +8,7 @@ would reach; times are predicted from the device's constants.
 """
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
@@ -58,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
     device = Device.load(args.device) if args.device else known.resolve() or Device.load("h200")
     device = device.running(kernels=not args.portable)
     shape, notes = model_of(trace, args.model)
-    notes += over_nodes(trace_setting(trace, shape, device))[1]
     part = trace[_chosen(trace, args.records)]
+    setting = trace_setting(part, shape, device, training=not args.prefill)
+    setting, of_nodes = over_nodes(setting)
+    notes += of_nodes
     rows = []
     for slots in progress(_slots(trace), what="plan", unit="slots"):
-      fields = {"replica_slots": slots, "training": not args.prefill}
-      setting, _ = over_nodes(trace_setting(part, shape, device, **fields))
-      rows.append(_row(part, slots, replay(part, setting, ("none", "quota (time)", "quota"))))
+      with_slots = dataclasses.replace(setting, replica_slots=slots)
+      rows.append(_row(part, slots, replay(part, with_slots, ("none", "quota (time)", "quota"))))
   except (ValueError, OSError) as error:
     raise CommandError(str(error)) from None
   share = len(np.unique(trace.step_N)) / max(len(trace), 1)
