@@ -46,7 +46,7 @@ class Static(NamedTuple):
   dispatch_dtype: DispatchDtype | None
   batch_invariant: bool
   tunings: Tunings
-  columns: widths.Columns = widths.Columns()  # that experts get
+  columns: widths.Columns  # that experts get
 
 
 class Routing(NamedTuple):

@@ -28,7 +28,6 @@ from ultraep_jax.types import Array, ExpertWeights, Layout
 # takes 1.1 times as long forward (docs/lab/kernels.md, Widths between multiples of 64).
 _LEAST_ROWS = 64
 
-
 # Times the multiplications: with 1.02 times as many, plain JAX takes twice as long as kernels.
 _MOST_WORK = 2
 
