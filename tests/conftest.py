@@ -22,8 +22,8 @@ if "xla_backend_extra_options" not in os.environ["XLA_FLAGS"]:
   os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # As does NumPy a product: its threads wait for each other in loops while other workers compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Each warpgroup of an interpreted kernel keeps a thread of XLA's pool while it waits for another.
-# The pool has a thread per device or core otherwise: too few for four devices on two cores.
+# Threads for the warpgroups of interpreted kernels (``mosaic_interpret``): XLA has one for each
+# device or core otherwise, too few for four devices on two cores.
 os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.update(kept_programs.settings())  # before JAX is imported
 

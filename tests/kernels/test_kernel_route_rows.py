@@ -47,7 +47,7 @@ def routing(ranks, experts, tokens, top_k, slots, seed=0):
   return *arrays[:2], Plan(*arrays[2:], arrays[2])
 
 
-# Few warpgroups: each that waits occupies a thread of the CPU's pool.
+# Few warpgroups, as interpretation is slow.
 @pytest.mark.parametrize(
   "ranks, experts, tokens, top_k, slots, tuning",
   [

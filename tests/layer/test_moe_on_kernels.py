@@ -55,10 +55,7 @@ def cannot(reason):
 
 @pytest.fixture
 def small_kernels(monkeypatch):
-  """Kernels with few workers, as interpretation is slow; float32 matmuls stay portable.
-
-  One warpgroup a device: more of them, each waiting in a thread of the CPU's pool, can starve it.
-  """
+  """Kernels with one worker, as interpretation is slow; float32 matmuls stay portable."""
   monkeypatch.setattr(implementation, "resolve", lambda *_: ("mosaic_gpu", "portable"))
   for tuning in (TransferTuning, ExchangeTuning):
     defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)

@@ -45,7 +45,8 @@ FORMS = {
 def test_columns_of_zeros_change_no_result(form, config, columns, monkeypatch):
   problem = make_problem(make_mesh(2), tokens=64, experts=8, **FORMS[form])
   monkeypatch.setattr(widths, "missing_columns", lambda *_: widths.Columns(*columns))
-  y, stats, grads = value_and_grads(new_layer.__wrapped__(problem.mesh, config, True), problem)
+  apply = new_layer.__wrapped__(problem.mesh, config, True)  # no program that was traced before
+  y, stats, grads = value_and_grads(apply, problem)
   expected_y, expected = dense(problem)
   assert relative_error(y, expected_y) <= 1e-5
   assert relative_error(grads, expected) <= 1e-5
