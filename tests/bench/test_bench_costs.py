@@ -15,7 +15,7 @@ from ultraep_jax.bench.kernels import beside
 from ultraep_jax.bench.kernels.matmul_problems import Problem
 from ultraep_jax.bench.tune import costs
 from ultraep_jax.devices.device import Device
-from ultraep_jax.planning import cost, plan, search
+from ultraep_jax.planning import cost
 from ultraep_jax.tools.errors import CommandError
 
 H200 = Device.load("h200")
@@ -103,21 +103,15 @@ def program(run):
   return str(jax.make_jaxpr(run.func)(*run.args))
 
 
-def test_launches_and_layers_run():
+def test_launches_and_layers_run(monkeypatch):
+  monkeypatch.setattr(costs, "_TOKENS", 64)
+  monkeypatch.setattr(costs, "_WIDTHS", (128, 64))
   few, many = map(program, costs.launch_runs(1).values())
   assert many.count("optimization_barrier") == few.count("optimization_barrier") + 64
   layers = costs.balance_runs(mesh_of(2), 1)
   none, quota = map(program, layers.values())
   assert re.search(r"name=_plan\s", quota) and not re.search(r"name=_plan\s", none)
   assert np.isfinite(float(layers["none"]()))
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_the_layer_that_balances_searches_and_copies_nothing(ranks):
-  load_GE, config = costs.balance_load(ranks), costs.balance_config("quota", ranks)
-  setup, cost = plan.set_up(load_GE, config, None)
-  assert search.may_gain(load_GE.sum(0).reshape(1, ranks, -1), setup, cost)
-  assert (plan.plan_quotas(load_GE, config).replica_expert < 0).all()
 
 
 @pytest.mark.parametrize("make", [costs.copy_runs, costs.beside_runs], ids=["copies", "beside"])

@@ -31,20 +31,20 @@ def experts(width, inner, num=1, fused=False, dtype=BF16):
 
 
 def test_a_copy_is_what_is_exposed_of_it():
-  """Qwen3-235B's: 37.7 MB travel 108 µs, which are about 2300 rows."""
+  """Qwen3-235B's: 37.7 MB travel 108 µs, about 2300 rows; 0.57 of the matmuls' time hides it."""
   cost = cost_on(H200, BF16, experts(4096, 1536), 1000)
   size = 3 * 4096 * 1536
   row = 2 * size / H200.matmul_rate(4096, 1536)
   sent = H200["copy_exposed_forward"] * 2 * size / H200["copy_rate"]
   assert cost.plan.copy_rows == round(sent / row)
-  assert cost.plan.link_rows == round(2 * size / H200["copy_rate"] / row)
-  assert 2200 < cost.plan.link_rows < 2400 and cost.plan.copy_rows < 600
+  assert cost.plan.link_rows == round(2 * size / H200["copy_rate"] / (0.57 * row))
+  assert 3900 < cost.plan.link_rows < 4100 and cost.plan.copy_rows < 600
   # A group, of a copy or at home: half a tile and reading the weights, of which 0.7 are exposed.
   slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
   assert cost.plan.group_rows == round(0.7 * slot / row) == 103
-  assert cost.costs == cost.plan.copy_rows + 103 + cost.fixed_rows
+  assert cost.must_spare == cost.plan.copy_rows + 103 + 3 * cost.fixed_rows
   assert cost.plan.capacity_rows == 1000
-  assert cost.fixed_rows == round(142e-6 / row)
+  assert cost.fixed_rows == round(40e-6 / row)
 
 
 def test_narrow_experts_take_longer_a_row():
@@ -202,7 +202,9 @@ def test_what_a_plan_gains_for_a_likely_load(shape, domain, rows):
 
   assert not gains(rows) and not gains(0, rows) and not gains(10**6)
   if rows:
-    assert gains(rows - 1) and gains(0, rows - 1) and gains(rows - 2, 1) and not gains(rows - 1, 1)
+    assert gains(rows - 1) and not gains(rows - 1, 1)
+    for fixed_rows in range(rows):  # thrice, as every load pays it
+      assert gains(0, fixed_rows) == (3 * fixed_rows < rows)
   assert LayerCost(PlanCost(10**6, 10**6), 0).can_gain(
     dataclasses.replace(config, objective="balance"), **sizes(*shape)
   )
@@ -226,16 +228,17 @@ def test_a_round_that_is_spared_is_a_gain():
     (160, 1, 0, 0),
   ],
 )
-def test_a_rare_load_has_to_gain_five_times_its_costs(most, domain, link_rows, rows):
+def test_a_rare_load_has_to_gain_five_times_what_a_likely_one_has_to(most, domain, link_rows, rows):
   for fixed_rows in range(40):
     cost = LayerCost(PlanCost(2, 160, link_rows), fixed_rows)
-    assert cost.can_gain_much(most, domain) == (rows > 5 * (2 + fixed_rows))
+    assert cost.can_gain_much(most, domain) == (rows > 5 * (2 + 3 * fixed_rows))
 
 
 def test_a_plan_without_a_kernel_has_to_gain_twice_what_it_costs():
   """A second round that may come is none: loads that need none would all pay for a search."""
-  for copy_rows, gains in ((5, True), (6, False)):  # likely are 12 rows more than the mean of 20
-    cost = LayerCost(PlanCost(copy_rows, 20), 0, by_kernel=False)
+  # Likely are 12 rows more than the mean of 20.
+  for copy_rows, fixed_rows, gains in ((5, 0, True), (6, 0, False), (3, 2, True), (3, 3, False)):
+    cost = LayerCost(PlanCost(copy_rows, 20), fixed_rows, by_kernel=False)
     assert cost.can_gain(TIME, **sizes(10, 2, 16, 4)) == gains
 
 

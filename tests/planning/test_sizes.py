@@ -219,7 +219,7 @@ def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
   config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
   sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}
   found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
-  assert found.transient_capacity == found.capacity
+  assert (found.transient_capacity > found.capacity) == more_room  # forward hides fewer copies
   assert (found.capacity > 3 * tokens * top_k) == more_room
   assert more_room or found.capacity == 2 * tokens * top_k
 
@@ -236,7 +236,7 @@ def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
     ({"replica_slots": 1}, 1024, 4, True, True),  # a plan may not fit: no loop over rounds
     ({"replica_slots": 1}, 4096, 4, False, True),  # 1 GiB
     ({"domain_size": 1}, 1024, 4, True, False),  # no copy is made
-    ({"domain_size": 2}, 1024, 4, True, False),
+    ({"domain_size": 2}, 512, 4, True, False),
     ({"domain_size": 2}, 2048, 4, True, True),  # another domain may have more than the mean
     ({"replica_slots": 0}, 1024, 4, True, False),
     ({"copy_rows": 10**6}, 1024, 4, True, False),

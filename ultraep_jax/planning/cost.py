@@ -18,7 +18,12 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
-_RARE = 5  # times its costs, what a load must gain that is far from likely
+_FIXED = 3  # times what balancing takes in any case, what a likely load must gain
+_SEARCHED = 2  # times all its costs, what it must gain where no kernel plans
+_RARE = 5  # times what a likely load must gain, what one must that is far from likely
+# Of a layer's matmuls forward, the time in which copies travel for free (docs/lab/layer.md, What
+# forward hides).
+_HIDES = 0.57
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
@@ -78,9 +83,8 @@ class LayerCost(NamedTuple):
     ``G * T * min(K, M)`` rows. If these may need a second round, a plan by a kernel is worth it.
     Else a likely load must gain, since every load pays for the planning. Likely is that the busiest
     rank has more than the mean by 0.3 of it, for each doubling of the ranks that share its load. To
-    share it evenly must spare more rows than one copy and what balancing takes in any case; twice
-    as many where no kernel plans, as a search that finds nothing costs as much.
-    ``objective="balance"`` asks for no gain in time.
+    share it evenly must spare more rows than ``must_spare``. ``objective="balance"`` asks for no
+    gain in time.
 
     Args:
       config: ``objective`` and ``domain_size`` are used.
@@ -98,19 +102,27 @@ class LayerCost(NamedTuple):
     mean = tokens * top_k
     likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))
     spared = likely - max(mean, int(self.plan.link_rows))
-    return spared > (1 if self.by_kernel else 2) * self.costs
+    return spared > self.must_spare
 
   def can_gain_much(self, most: int, domain: int) -> bool:
-    """Whether a load with ``most`` rows on one rank gains five times what it costs to balance.
+    """Whether a load with ``most`` rows on one rank spares five times what a likely one must.
 
     Its domain shares them. Such a load is rare, so that less is not worth a plan in every call.
     """
-    return most - max(-(-most // domain), int(self.plan.link_rows)) > _RARE * self.costs
+    return most - max(-(-most // domain), int(self.plan.link_rows)) > _RARE * self.must_spare
 
   @property
-  def costs(self) -> int:
-    """Rows of one copy with its group, and of what balancing takes in any case."""
-    return int(self.plan.copy_rows) + int(self.plan.group_rows) + self.fixed_rows
+  def must_spare(self) -> int:
+    """Rows that balancing must spare a likely load, so that a plan in every call is worth it.
+
+    One copy with its group, and three times what balancing takes in any case: every load pays
+    that, equal ones too. Where no kernel plans, twice both, as a search that finds nothing costs
+    as much.
+    """
+    copy_rows = int(self.plan.copy_rows) + int(self.plan.group_rows)
+    if self.by_kernel:
+      return copy_rows + _FIXED * self.fixed_rows
+    return _SEARCHED * (copy_rows + self.fixed_rows)
 
 
 def most_rows(tokens: int, top_k: int, num_home: int, num_ranks: int) -> int:
@@ -213,7 +225,7 @@ def cost_on(
       return PlanCost(round(copy / row), capacity, link_rows, round(_GROUP_EXPOSED * group / row))
     return PlanCost(round((copy + group) / row), capacity, link_rows)
 
-  plan = rounded(travelling / row)
+  plan = rounded(travelling / (_HIDES * row))
   shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward

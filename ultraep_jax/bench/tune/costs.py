@@ -50,7 +50,8 @@ COPIES = (1, 4)
 MANY = 8  # copies of each rank beside a matmul, as plans with slots for every load have
 EXPERT = SHAPES["qwen3-235b"]  # is copied
 _EXPERT_SIZE = 3 * EXPERT.width * EXPERT.inner
-_HOME, _TOKENS, _TOP_K = 8, 64, 4  # of the layer whose launches count
+# Of the layer that may copy: half of Qwen3-30B-A3B's for each rank, and so many tokens.
+_HOME, _TOKENS, _TOP_K, _WIDTHS = 32, 4096, 8, (2048, 768)
 
 Runs = Mapping[str, Callable[[], Any]]
 Seconds = Mapping[str, float]
@@ -172,28 +173,11 @@ def launch_facts(seconds: Seconds) -> dict[str, float]:
   return {"launch_seconds": (seconds[str(many)] - seconds[str(few)]) / (many - few)}
 
 
-def balance_load(ranks: int) -> np.ndarray:
-  """``[G, E]``, not equal."""
-  return testing.zipf_loads(0, _HOME * ranks, ranks, _TOKENS, _TOP_K, 1.1)
-
-
-def balance_config(strategy: str, ranks: int) -> BalanceConfig:
-  return BalanceConfig(
-    strategy=strategy,
-    objective="balance",
-    min_tokens_per_replica=ranks * _TOKENS * _TOP_K,
-    capacity_factor=float(ranks),
-  )
-
-
 def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
-  """A small layer with room for all rows that searches for copies, and one that cannot copy.
-
-  It finds none: a copy may not serve fewer tokens than there are.
-  """
-  ranks, (width, inner) = mesh.size, (1024, 512)
+  """A layer of equal loads that may copy, and one that cannot; both have room for all rows."""
+  ranks, (width, inner) = mesh.size, _WIDTHS
   experts = _HOME * ranks
-  load_GE = balance_load(ranks)
+  load_GE = testing.balanced_loads(0, experts, ranks, _TOKENS, _TOP_K)
   index = jnp.asarray(testing.expert_indices(0, load_GE, _TOP_K).reshape(-1, _TOP_K))
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
@@ -201,7 +185,7 @@ def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   arguments = x, index, jnp.ones(index.shape), ExpertWeights(into, into, out)
 
   def layer(strategy: str) -> Callable[[], Any]:
-    config = balance_config(strategy, ranks)
+    config = BalanceConfig(strategy=strategy, objective="balance", capacity_factor=float(ranks))
 
     def call(_: Array, *operands: Any) -> Array:
       return sharded_moe(*operands, config=config, mesh=mesh)[0]
