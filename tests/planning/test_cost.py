@@ -31,14 +31,14 @@ def experts(width, inner, num=1, fused=False, dtype=BF16):
 
 
 def test_a_copy_is_what_is_exposed_of_it():
-  """Qwen3-235B's: 37.7 MB travel 108 µs, about 2300 rows; 0.57 of the matmuls' time hides it."""
+  """Qwen3-235B's: 37.7 MB travel 108 µs, which are about 2300 rows."""
   cost = cost_on(H200, BF16, experts(4096, 1536), 1000)
   size = 3 * 4096 * 1536
   row = 2 * size / H200.matmul_rate(4096, 1536)
   sent = H200["copy_exposed_forward"] * 2 * size / H200["copy_rate"]
   assert cost.plan.copy_rows == round(sent / row)
-  assert cost.plan.link_rows == round(2 * size / H200["copy_rate"] / (0.57 * row))
-  assert 3900 < cost.plan.link_rows < 4100 and cost.plan.copy_rows < 600
+  assert cost.plan.link_rows == round(2 * size / H200["copy_rate"] / row)
+  assert 2200 < cost.plan.link_rows < 2400 and cost.plan.copy_rows < 600
   # A group, of a copy or at home: half a tile and reading the weights, of which 0.7 are exposed.
   slot = 64 * row + 0.5 * 2 * size / H200["memory_rate"]
   assert cost.plan.group_rows == round(0.7 * slot / row) == 103

@@ -219,7 +219,7 @@ def test_small_batches_have_more_room_where_copies_travel_beside_matmuls(
   config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
   sizes = {"tokens": tokens, "top_k": top_k, "num_ranks": ranks, "dtype": BF16}
   found = settle(config, **sizes, weights=ExpertWeights(into, into, out))
-  assert (found.transient_capacity > found.capacity) == more_room  # forward hides fewer copies
+  assert found.transient_capacity == found.capacity
   assert (found.capacity > 3 * tokens * top_k) == more_room
   assert more_room or found.capacity == 2 * tokens * top_k
 

@@ -21,9 +21,6 @@ _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean
 _FIXED = 3  # times what balancing takes in any case, what a likely load must gain
 _SEARCHED = 2  # times all its costs, what it must gain where no kernel plans
 _RARE = 5  # times what a likely load must gain, what one must that is far from likely
-# Of a layer's matmuls forward, the time in which copies travel for free (docs/lab/layer.md, What
-# forward hides).
-_HIDES = 0.57
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
@@ -225,7 +222,7 @@ def cost_on(
       return PlanCost(round(copy / row), capacity, link_rows, round(_GROUP_EXPOSED * group / row))
     return PlanCost(round((copy + group) / row), capacity, link_rows)
 
-  plan = rounded(travelling / (_HIDES * row))
+  plan = rounded(travelling / row)
   shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward

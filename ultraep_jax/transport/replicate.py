@@ -239,26 +239,23 @@ class Replicas:
 
 
 # Beside a matmul. Few SMs fill the links with copies; to add gradients takes more of them. Three
-# workers, as a matmul's kernels have.
-COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=16 * 1024)
+# workers, as a matmul's kernels have. Each waits until a tile is loaded, so that smaller tiles
+# leave the links idle (docs/lab/layer.md, Copies in larger tiles).
+COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
 _TO_ONE = 8  # blocks, of two ranks: nobody adds in registers
 _MOST_SLOTS = 512  # of all ranks
 
 
 def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
-  """``COPYING``, with tiles of twice the size on more than two ranks.
-
-  Whoever passes tiles on waits for them, which takes as long as to send one of 16 KB. Larger tiles
-  keep the links busy meanwhile (docs/lab/layer.md, Copies among four GPUs). With very many slots
-  the list of what there is to send leaves no room for them.
+  """``COPYING``; with very many slots tiles of half the size, as the list of copies takes room.
 
   >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (32, 62))]
-  [16384, 32768, 16384]
+  [32768, 32768, 16384]
   """
-  if num_ranks == 2 or num_ranks * num_slots > _MOST_SLOTS:
+  if num_ranks * num_slots <= _MOST_SLOTS:
     return COPYING
-  return dataclasses.replace(COPYING, tile_bytes=2 * COPYING.tile_bytes)
+  return dataclasses.replace(COPYING, tile_bytes=COPYING.tile_bytes // 2)
 
 
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
