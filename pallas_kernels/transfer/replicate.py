@@ -9,6 +9,7 @@ An expert of rank 0 for ranks 1, 2 and 3, where the plan has rank 1 relay it::
 Rank 0 sends the expert once instead of three times.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from pallas_kernels.transfer.replicate_work import (
   work_list,
 )
 from pallas_kernels.transfer.tiles import Tiles, Transfer
-from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
+from pallas_kernels.transfer.tuning import SHARED_ALIGNMENT, SHARED_BYTES, TransferTuning
 from pallas_kernels.warp.branches import when
 
 _BUFFERS = 2  # of a worker, if there is room: one is loaded while the other one is read
@@ -41,6 +42,22 @@ _BUFFERS = 2  # of a worker, if there is room: one is loaded while the other one
 # one tile: with fewer, some workers would have much more to send than others.
 _MOST_RUN, _LEAST_RUNS = 4, 10
 _ARRIVALS = 2  # lines of semaphores before those of workers
+
+
+def bounded_tiles(tuning: TransferTuning, num_ranks: int, num_slots: int) -> TransferTuning:
+  """Tiles of down to half the size, where else a worker has no room for two.
+
+  Each worker has its list of copies in shared memory, which grows with the slots of all ranks.
+
+  >>> tuning = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
+  >>> sizes = (2, 64), (2, 256), (8, 64), (32, 62), (64, 62)
+  >>> [bounded_tiles(tuning, *each).tile_bytes for each in sizes]
+  [32768, 32512, 32768, 18176, 16384]
+  """
+  lists = tuning.workers * 4 * Fields.length(num_slots, num_ranks * num_slots)
+  room = (SHARED_BYTES - lists) // (_BUFFERS * tuning.workers)
+  tile = min(max(room, tuning.tile_bytes // 2), tuning.tile_bytes)
+  return dataclasses.replace(tuning, tile_bytes=tile // SHARED_ALIGNMENT * SHARED_ALIGNMENT)
 
 
 def replicate(

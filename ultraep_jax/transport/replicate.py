@@ -244,18 +244,15 @@ class Replicas:
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
 _TO_ONE = 8  # blocks, of two ranks: nobody adds in registers
-_MOST_SLOTS = 512  # of all ranks
 
 
 def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
-  """``COPYING``; with very many slots tiles of half the size, as the list of copies takes room.
+  """``COPYING``, with smaller tiles where the list of copies leaves too little room.
 
-  >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (32, 62))]
+  >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (64, 62))]
   [32768, 32768, 16384]
   """
-  if num_ranks * num_slots <= _MOST_SLOTS:
-    return COPYING
-  return dataclasses.replace(COPYING, tile_bytes=COPYING.tile_bytes // 2)
+  return kernels.bounded_tiles(COPYING, num_ranks, num_slots)
 
 
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
