@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.launch import shared_bytes
+from pallas_kernels.launch import ALIGNMENT, shared_bytes
 from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import peers, trees
 from pallas_kernels.transfer import tiles as tiling
@@ -50,14 +50,16 @@ def bounded_tiles(tuning: TransferTuning, num_ranks: int, num_slots: int) -> Tra
   Each worker has its list of copies in shared memory, which grows with the slots of all ranks.
 
   >>> tuning = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
-  >>> sizes = (2, 64), (2, 256), (8, 64), (32, 62), (64, 62)
+  >>> sizes = (2, 64), (2, 256), (8, 64), (32, 62), (44, 62)
   >>> [bounded_tiles(tuning, *each).tile_bytes for each in sizes]
-  [32768, 32512, 32768, 18176, 16384]
+  [32768, 32384, 32768, 18176, 16384]
   """
-  lists = tuning.workers * 4 * Fields.length(num_slots, num_ranks * num_slots)
-  room = (SHARED_BYTES - lists) // (_BUFFERS * tuning.workers)
-  tile = min(max(room, tuning.tile_bytes // 2), tuning.tile_bytes)
-  return dataclasses.replace(tuning, tile_bytes=tile // SHARED_ALIGNMENT * SHARED_ALIGNMENT)
+  length = Fields.length(num_slots, num_ranks * num_slots)
+  lists = shared_bytes([plgpu.SMEM((tuning.workers, length), jnp.int32)])
+  room = (SHARED_BYTES - lists) // ALIGNMENT * ALIGNMENT // (_BUFFERS * tuning.workers)
+  least = -(-tuning.tile_bytes // (2 * SHARED_ALIGNMENT)) * SHARED_ALIGNMENT
+  tile = max(room // SHARED_ALIGNMENT * SHARED_ALIGNMENT, least)
+  return dataclasses.replace(tuning, tile_bytes=min(tile, tuning.tile_bytes))
 
 
 def replicate(

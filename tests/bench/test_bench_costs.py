@@ -14,8 +14,9 @@ from ultraep_jax.bench.contest import Outcome
 from ultraep_jax.bench.kernels import beside
 from ultraep_jax.bench.kernels.matmul_problems import Problem
 from ultraep_jax.bench.tune import costs
+from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
-from ultraep_jax.planning import cost
+from ultraep_jax.planning import cost, plan
 from ultraep_jax.tools.errors import CommandError
 
 H200 = Device.load("h200")
@@ -112,6 +113,13 @@ def test_launches_and_layers_run(monkeypatch):
   none, quota = map(program, layers.values())
   assert re.search(r"name=_plan\s", quota) and not re.search(r"name=_plan\s", none)
   assert np.isfinite(float(layers["none"]()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_layer_that_balances_copies_nothing(ranks):
+  """What it takes more is then what balancing takes whatever it copies."""
+  found = plan.plan_quotas(costs.balance_load(ranks), BalanceConfig(objective="balance"))
+  assert found.replica_expert.size and (found.replica_expert < 0).all()
 
 
 @pytest.mark.parametrize("make", [costs.copy_runs, costs.beside_runs], ids=["copies", "beside"])

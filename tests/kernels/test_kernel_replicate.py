@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 from placements import PLANS
 from programs import count_reaching, equations
 
+from pallas_kernels.launch import shared_bytes
 from pallas_kernels.transfer import replicate as transfer
 from pallas_kernels.transfer import tiles
 from pallas_kernels.transfer.replicate import replicate
-from pallas_kernels.transfer.tuning import TransferTuning
+from pallas_kernels.transfer.replicate_work import Fields
+from pallas_kernels.transfer.tuning import SHARED_BYTES, TransferTuning
 
 RANKS, HOME = 4, 2
 
@@ -276,3 +279,17 @@ def test_rejects_automatic_axes():
 def test_rejects_tunings(arguments, message):
   with pytest.raises(ValueError, match=message):
     TransferTuning(**{"tile_bytes": 32768, **arguments})
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("ranks, most", [(2, 256), (4, 128), (8, 66), (32, 62)])
+def test_each_worker_has_two_tiles_beside_its_list(ranks, most, flat):
+  """Else it loads nothing while it sends."""
+  tuning = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
+  array = jax.ShapeDtypeStruct((HOME, 1024, 512), jnp.bfloat16)
+  for slots in range(1, most + 1):
+    found = transfer.bounded_tiles(tuning, ranks, slots)
+    list_ref = plgpu.SMEM((found.workers, Fields.length(slots, ranks * slots)), jnp.int32)
+    cut = tiles.cut("arrays", [array], found, flat=flat)
+    assert shared_bytes([list_ref, *tiles.buffers(cut, found, 2)]) <= SHARED_BYTES
+    assert found.tile_bytes == tuning.tile_bytes or ranks * slots > 448

@@ -173,12 +173,17 @@ def launch_facts(seconds: Seconds) -> dict[str, float]:
   return {"launch_seconds": (seconds[str(many)] - seconds[str(few)]) / (many - few)}
 
 
+def balance_load(ranks: int) -> np.ndarray:
+  """``[G, E]``, equal: no plan copies anything."""
+  return testing.balanced_loads(0, _HOME * ranks, ranks, _TOKENS, _TOP_K)
+
+
 def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   """A layer of equal loads that may copy, and one that cannot; both have room for all rows."""
   ranks, (width, inner) = mesh.size, _WIDTHS
   experts = _HOME * ranks
-  load_GE = testing.balanced_loads(0, experts, ranks, _TOKENS, _TOP_K)
-  index = jnp.asarray(testing.expert_indices(0, load_GE, _TOP_K).reshape(-1, _TOP_K))
+  index = testing.expert_indices(0, balance_load(ranks), _TOP_K)
+  index = jnp.asarray(index.reshape(-1, _TOP_K))
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
   x = random_normal(mesh, 2, 1.0, ranks * _TOKENS, width)
