@@ -106,7 +106,7 @@ def program(run):
 
 def test_launches_and_layers_run(monkeypatch):
   monkeypatch.setattr(costs, "_TOKENS", 64)
-  monkeypatch.setattr(costs, "_WIDTHS", (128, 64))
+  monkeypatch.setattr(costs, "LAYER", argparse.Namespace(width=128, inner=64, top_k=8))
   few, many = map(program, costs.launch_runs(1).values())
   assert many.count("optimization_barrier") == few.count("optimization_barrier") + 64
   layers = costs.balance_runs(mesh_of(2), 1)

@@ -249,7 +249,7 @@ _TO_ONE = 8  # blocks, of two ranks: nobody adds in registers
 def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
   """``COPYING``, with smaller tiles where the list of copies leaves too little room.
 
-  >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (64, 62))]
+  >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (44, 62))]
   [32768, 32768, 16384]
   """
   return kernels.bounded_tiles(COPYING, num_ranks, num_slots)

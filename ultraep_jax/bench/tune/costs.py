@@ -50,8 +50,8 @@ COPIES = (1, 4)
 MANY = 8  # copies of each rank beside a matmul, as plans with slots for every load have
 EXPERT = SHAPES["qwen3-235b"]  # is copied
 _EXPERT_SIZE = 3 * EXPERT.width * EXPERT.inner
-# Of the layer that may copy: half of Qwen3-30B-A3B's for each rank, and so many tokens.
-_HOME, _TOKENS, _TOP_K, _WIDTHS = 32, 4096, 8, (2048, 768)
+LAYER = SHAPES["qwen3-30b"]  # may copy; of its experts each rank has a quarter
+_HOME, _TOKENS = LAYER.experts // 4, 4096
 
 Runs = Mapping[str, Callable[[], Any]]
 Seconds = Mapping[str, float]
@@ -175,15 +175,15 @@ def launch_facts(seconds: Seconds) -> dict[str, float]:
 
 def balance_load(ranks: int) -> np.ndarray:
   """``[G, E]``, equal: no plan copies anything."""
-  return testing.balanced_loads(0, _HOME * ranks, ranks, _TOKENS, _TOP_K)
+  return testing.balanced_loads(0, _HOME * ranks, ranks, _TOKENS, LAYER.top_k)
 
 
 def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   """A layer of equal loads that may copy, and one that cannot; both have room for all rows."""
-  ranks, (width, inner) = mesh.size, _WIDTHS
+  ranks, width, inner, top_k = mesh.size, LAYER.width, LAYER.inner, LAYER.top_k
   experts = _HOME * ranks
-  index = testing.expert_indices(0, balance_load(ranks), _TOP_K)
-  index = jnp.asarray(index.reshape(-1, _TOP_K))
+  index = testing.expert_indices(0, balance_load(ranks), top_k)
+  index = jnp.asarray(index.reshape(-1, top_k))
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
   x = random_normal(mesh, 2, 1.0, ranks * _TOKENS, width)
