@@ -10,18 +10,20 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.support import Array
 from pallas_kernels.transfer.reduce_work import Fields, num_nodes_of
 from pallas_kernels.transfer.slots import Item, Sizes, Slots
 from pallas_kernels.warp.scatter import add_at, barrier, fill, put_at
 from pallas_kernels.warp.warps import (
-  each_piece,
+  INT32_MAX,
+  each_used,
   lookup,
   ones,
   padded,
   thread_index,
-  unrolled,
+  unrolled_used,
   where,
 )
 
@@ -43,12 +45,15 @@ class Shared(NamedTuple):
 def write(shared: Shared, slots: Slots, fields_ref: Any) -> None:
   """Writes the list to ``fields_ref``, which is 0 before."""
   sizes = slots.sizes
+  fill(shared.source, padded(sizes.items), -1)
   fill(shared.children, padded(sizes.sources), 0)
+  fill(shared.key, padded(sizes.sources), INT32_MAX)
   barrier()
   slots.each(functools.partial(_count_children, shared, slots))
-  each_piece(sizes.sources, functools.partial(_order, shared, slots))
+  sources = _sources(slots)
+  each_used(sources, functools.partial(_order, shared, slots))
   barrier()
-  each_piece(sizes.sources, functools.partial(_write_node, shared, slots, fields_ref))
+  each_used(sources, functools.partial(_write_node, shared, slots, fields_ref))
   barrier()
   slots.each(functools.partial(_write_child, shared, slots, fields_ref))
 
@@ -67,6 +72,12 @@ class _Source(NamedTuple):
   slot: Array  # of all, if it is a slot
   is_home: Array  # bool
   children: Array
+
+
+def _sources(slots: Slots) -> Array:
+  """``[]`` int32, of this rank up to its last used slot; 0 of a plan without copies."""
+  used = slots.used
+  return lax.select(used > 0, slots.sizes.home + used, jnp.int32(0))
 
 
 def _source(shared: Shared, slots: Slots, place: Array) -> _Source:
@@ -98,7 +109,7 @@ def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> 
     node, child = carry
     return node + ones(before), child + where(before, lookup(shared.children, other), 0)
 
-  node, begin = unrolled(sizes.sources, count, (own * 0, own * 0))
+  node, begin = unrolled_used(sizes.sources, _sources(slots), count, (own * 0, own * 0))
   put_at(shared.begin, it.index, begin, place < sizes.sources)
   parent = where(it.is_home, it.index * 0 - 1, lookup(slots.links.parent, it.slot))
   values = {
@@ -115,18 +126,17 @@ def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> 
 
 def _target(slots: Slots, it: _Source) -> Array:
   """The home expert that a slot adds to by itself; 0 of a home that one slot adds to; else −1."""
-  links, sizes = slots.links, slots.sizes
+  links = slots.links
   expert, parent = (lookup(link, it.slot) for link in (links.expert, links.parent))
 
   def of_home(index: Array) -> Array:
     return lookup(links.feeder, index) < 0
 
   def count(other: Array, found: Array) -> Array:
-    other = thread_index() * 0 + other
     return found + ones(of_home(other) & (lookup(links.expert, other) == expert))
 
-  alike = unrolled(sizes.items, count, it.slot * 0)
-  of_slot = where(of_home(it.slot) & (alike == 1), expert - parent * sizes.home, -1)
+  alike = slots.over_all(count, it.slot * 0)
+  of_slot = where(of_home(it.slot) & (alike == 1), expert - parent * slots.sizes.home, -1)
   return where(it.is_home, where(it.children == 1, it.children - 1, -1), of_slot)
 
 
@@ -135,10 +145,9 @@ def _write_child(shared: Shared, slots: Slots, fields_ref: Any, item: Item) -> N
   source = lookup(shared.source, item.index)
 
   def count(other: Array, earlier: Array) -> Array:
-    other = thread_index() * 0 + other
     return earlier + ones((lookup(shared.source, other) == source) & (other < item.index))
 
-  place = unrolled(sizes.items, count, source * 0) + lookup(shared.begin, jnp.maximum(source, 0))
+  place = slots.over_all(count, source * 0) + lookup(shared.begin, jnp.maximum(source, 0))
   mine = item.filled & (source >= 0)
   num_nodes = num_nodes_of(sizes.ranks, sizes.slots, sizes.home)
   field = Fields.child(num_nodes, where(mine, place, 0))

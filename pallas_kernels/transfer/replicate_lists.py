@@ -19,13 +19,11 @@ from pallas_kernels.warp.warps import (
   INT32_MAX,
   THREADS,
   divide,
-  each_piece,
   lookup,
   ones,
   over_all,
   padded,
   thread_index,
-  unrolled,
   warp_max,
   where,
 )
@@ -72,34 +70,35 @@ def write(
   fill(shared.first, padded(sizes.experts), INT32_MAX)
   fill(shared.turn_end, items, 0)
   fill(shared.wanted, items, 0)
+  fill(shared.key, items, INT32_MAX)
   fill(shared.begin, senders, INT32_MAX)
   for ref in (shared.relays, shared.relayed, shared.end):
     fill(ref, senders, 0)
   barrier()
   if rows_ref is not None:
-    _want(shared, sizes, rows_ref)
+    _want(shared, slots, rows_ref)
   slots.each(functools.partial(_meet, shared, slots))
   slots.each(functools.partial(_lead, shared))
-  slots.each(functools.partial(_take_turns, shared, sizes, together))
+  slots.each(functools.partial(_take_turns, shared, slots, together))
   slots.each(functools.partial(_order, shared, slots))
   slots.each(functools.partial(_find_ends, shared, slots))
   slots.each(functools.partial(_write_fields, shared, slots, fields_ref))
 
 
-def _want(shared: Shared, sizes: Sizes, rows_ref: Any) -> None:
+def _want(shared: Shared, slots: Slots, rows_ref: Any) -> None:
   """Slots of ranks with few rows come first, and of a rank the first ones."""
+  sizes = slots.sizes
   ranks = [thread_index() + start for start in range(0, padded(sizes.ranks), THREADS)]
   rows = [lookup(rows_ref, jnp.minimum(rank, sizes.ranks - 1)) for rank in ranks]
   sixteenth = divide(over_all(warp_max, rows, shared.scratch), 16)[0] + 1
 
-  def want(index: Array) -> None:
-    index = jnp.minimum(index, sizes.items - 1)
-    rank, slot = divide(index, sizes.slots)
-    few, _ = divide(lookup(rows_ref, rank), sixteenth)
-    put_at(shared.wanted, index, few * sizes.items + slot * sizes.ranks + rank)
+  def want(item: Item) -> None:
+    slot = item.index - item.rank * sizes.slots
+    few, _ = divide(lookup(rows_ref, item.rank), sixteenth)
+    wanted = few * sizes.items + slot * sizes.ranks + item.rank
+    put_at(shared.wanted, item.index, wanted, item.exists)
 
-  each_piece(sizes.items, want)
-  barrier()
+  slots.each(want)
 
 
 def _meet(shared: Shared, slots: Slots, item: Item) -> None:
@@ -122,15 +121,15 @@ def _lead(shared: Shared, item: Item) -> None:
   put_at(shared.key, item.index, where(leads, wanted, INT32_MAX), item.exists)
 
 
-def _keys_before(shared: Shared, sizes: Sizes, key: Array) -> Array:
+def _keys_before(shared: Shared, slots: Slots, key: Array) -> Array:
   def count(index: Array, before: Array) -> Array:
-    return before + ones(lookup(shared.key, thread_index() * 0 + index) < key)
+    return before + ones(lookup(shared.key, index) < key)
 
-  return unrolled(sizes.items, count, key * 0)
+  return slots.over_all(count, key * 0)
 
 
-def _take_turns(shared: Shared, sizes: Sizes, together: Array, item: Item) -> None:
-  order = _keys_before(shared, sizes, lookup(shared.first, item.expert))
+def _take_turns(shared: Shared, slots: Slots, together: Array, item: Item) -> None:
+  order = _keys_before(shared, slots, lookup(shared.first, item.expert))
   put_at(shared.turn, item.index, divide(order, together)[0], item.exists)
 
 
@@ -148,7 +147,7 @@ def _order(shared: Shared, slots: Slots, item: Item) -> None:
 def _find_ends(shared: Shared, slots: Slots, item: Item) -> None:
   copy = slots.copy(item)
   sender = _sender(slots, item, copy.feeder)
-  place = _keys_before(shared, slots.sizes, lookup(shared.key, item.index))
+  place = _keys_before(shared, slots, lookup(shared.key, item.index))
   put_at(shared.place, item.index, place, item.exists)
   min_at(shared.begin, sender, place, copy.mine)
   max_at(shared.end, sender, place + 1, copy.mine)

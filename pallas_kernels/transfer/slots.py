@@ -1,7 +1,8 @@
 """What a block of the kernel of work lists knows of a plan's slots, as links of trees.
 
 Those are the integers of ``Trees``. Slots of all ranks are numbered ``rank * S + slot``, and dealt
-to the block's threads. What slots tell each other is in shared memory.
+to the block's threads. What slots tell each other is in shared memory. Plans fill the first slots
+of ranks, so loops end behind the last one that any rank has filled.
 
 Four ranks with a slot each, as rank 1 of one home expert sees them; expert 0 goes on to rank 2::
 
@@ -17,17 +18,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.support import Array
-from pallas_kernels.warp.scatter import barrier, fill, put_at
+from pallas_kernels.warp.scatter import barrier, fill, max_at, put_at
 from pallas_kernels.warp.warps import (
+  THREADS,
   divide,
   each_piece,
+  each_used,
   lookup,
   ones,
   padded,
   thread_index,
   unrolled,
+  unrolled_used,
   where,
 )
 
@@ -60,10 +65,11 @@ class Links(NamedTuple):
   feeder: Any  # the slot that it depends on, −1: the home, or empty
   forwards: Any  # 1 if another slot depends on it
   depth: Any  # links to the first slot of its tree
+  used: Any  # [128], the first element alone: slots of each rank up to the last filled one of any
 
   @staticmethod
   def lengths(sizes: Sizes) -> "Links":
-    return Links(*[padded(sizes.items)] * 5)
+    return Links(*[padded(sizes.items)] * 5, THREADS)
 
 
 class Item(NamedTuple):
@@ -91,16 +97,36 @@ class Slots(NamedTuple):
   sizes: Sizes
   rank: Array
 
+  @property
+  def used(self) -> Array:
+    """``[]`` int32, slots of each rank up to the last filled one of any."""
+    return self.links.used[0]
+
   def each(self, body: Callable[[Item], None]) -> None:
-    """Calls ``body`` for all slots, and waits for all threads."""
-    each_piece(self.sizes.items, lambda place: body(self._item(place)))
+    """Calls ``body`` for the used slots of all ranks, and waits for all threads."""
+    used = self.used
+    each_used(self.sizes.ranks * used, lambda place: body(self._item(place, used)))
     barrier()
 
-  def _item(self, place: Array) -> Item:
-    index = jnp.minimum(place, self.sizes.items - 1)
-    expert, exists = lookup(self.links.expert, index), place < self.sizes.items
-    rank, _ = divide(index, self.sizes.slots)
+  def _item(self, place: Array, used: Array) -> Item:
+    last = self.sizes.ranks * used - 1
+    rank, slot = divide(jnp.minimum(place, last), used)
+    index, exists = rank * self.sizes.slots + slot, place <= last
+    expert = lookup(self.links.expert, index)
     return Item(index, exists, exists & (expert >= 0), jnp.maximum(expert, 0), rank)
+
+  def over_rank(self, body: Callable[[Array, Any], Any], init: Any) -> Any:
+    """Folds ``body`` over a rank's used slots from 0, and perhaps some empty ones behind."""
+    return unrolled_used(self.sizes.slots, self.used, body, init)
+
+  def over_all(self, body: Callable[[Array, Any], Any], init: Any) -> Any:
+    """The same over those of all ranks, by their numbers among all slots, ``[128]`` int32."""
+
+    def over(rank: Array, carry: Any) -> Any:
+      first = thread_index() * 0 + rank * self.sizes.slots
+      return self.over_rank(lambda slot, carry: body(first + slot, carry), carry)
+
+    return lax.fori_loop(0, self.sizes.ranks, over, init)
 
   def copy(self, item: Item) -> Copy:
     """Its link."""
@@ -118,11 +144,16 @@ def read(slots: Slots, expert_ref: Any, parent_ref: Any) -> None:
 
   def read_slot(place: Array) -> None:
     index = jnp.minimum(place, sizes.items - 1)
-    put_at(links.expert, place, where(place < sizes.items, lookup(expert_ref, index), -1))
+    expert = where(place < sizes.items, lookup(expert_ref, index), -1)
+    put_at(links.expert, place, expert)
     put_at(links.parent, place, lookup(parent_ref, index))
+    _, slot = divide(index, sizes.slots)
+    max_at(links.used, place * 0, slot + 1, expert >= 0)
 
-  each_piece(sizes.items, read_slot)
   fill(links.forwards, padded(sizes.items), 0)
+  fill(links.used, THREADS, 0)
+  barrier()
+  each_piece(sizes.items, read_slot)
   barrier()
   slots.each(functools.partial(_feed, slots))
   slots.each(functools.partial(_climb, slots))
@@ -130,13 +161,13 @@ def read(slots: Slots, expert_ref: Any, parent_ref: Any) -> None:
 
 def _feed(slots: Slots, item: Item) -> None:
   """Finds the slot of the parent that has the expert."""
-  links, size = slots.links, slots.sizes.slots
-  first = jnp.maximum(lookup(links.parent, item.index), 0) * size
+  links = slots.links
+  first = jnp.maximum(lookup(links.parent, item.index), 0) * slots.sizes.slots
 
   def look(slot: Array, found: Array) -> Array:
     return where(lookup(links.expert, first + slot) == item.expert, first + slot, found)
 
-  feeder = where(item.filled, unrolled(size, look, item.index * 0 - 1), -1)
+  feeder = where(item.filled, slots.over_rank(look, item.index * 0 - 1), -1)
   put_at(links.feeder, item.index, feeder, item.exists)
   put_at(links.forwards, jnp.maximum(feeder, 0), 1, feeder >= 0)
 

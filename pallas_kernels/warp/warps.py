@@ -179,6 +179,26 @@ def unrolled(size: int, body: Callable[[Array, Any], Any], init: Any, most: int 
   return lax.fori_loop(0, size, body, init, unroll=unroll)
 
 
+def unrolled_used(
+  size: int, used: Array, body: Callable[[Array, Any], Any], init: Any, most: int = 16
+) -> Any:
+  """The same to the first multiple of what is unrolled that is not below ``used``, a scalar."""
+  unroll = max(n for n in range(1, most + 1) if size % n == 0)
+
+  def step(i: Array, carry: Any) -> Any:
+    for place in range(unroll):
+      carry = body(i * unroll + place, carry)
+    return carry
+
+  return lax.fori_loop(jnp.int32(0), lax.div(used + (unroll - 1), jnp.int32(unroll)), step, init)
+
+
+def each_used(used: Array, body: Callable[[Array], None]) -> None:
+  """Calls ``body`` with each thread's index in pieces of 128 up to ``used``, a scalar."""
+  thread, pieces = thread_index(), lax.div(used + (THREADS - 1), jnp.int32(THREADS))
+  lax.fori_loop(jnp.int32(0), pieces, lambda piece, _: body(thread + piece * THREADS), None)
+
+
 def each_piece(size: int, body: Callable[[Array], None]) -> None:
   """Calls ``body`` with each thread's index in every piece of 128 of a vector, in a loop."""
   thread, pieces = thread_index(), padded(size) // THREADS
