@@ -29,6 +29,9 @@ from pallas_kernels.warp import pairs
 from pallas_kernels.warp.branches import when
 
 _BLOCKS = 2  # of an SM: one loads and stores while the other computes
+# A tile of rows has its columns in up to so many parts, which blocks take in turn. Whole tiles are
+# about two for each block, so that three of some would be half as much again.
+_MOST_PARTS = 6
 _STAGES = 2  # pieces of 64 rows and columns that a block has of each array
 _BLOCK_AXIS = "block"
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -100,10 +103,12 @@ def gated_grads(
   if (more := UNIT - capacity) > 0:
     grad_CN, *hidden = (jnp.pad(x, [(0, more), (0, 0)]) for x in (grad_CN, *hidden))
   gate_C, grad_CN, *hidden = varying.vary_alike(gate_C, grad_CN, *hidden)
-  inner_CN, *grads, gate_grad_C = launch(
-    functools.partial(_body, unit=unit, columns=columns, blocks=blocks),
+  parts = _parts(cols // UNIT)
+  sums = jax.typeof(gate_C).update(shape=(parts * gate_C.size,))
+  inner_CN, *grads, gate_grad = launch(
+    functools.partial(_body, unit=unit, columns=columns, blocks=blocks, parts=parts),
     [num_rows, gate_C, grad_CN, *hidden],
-    out_type=[jax.typeof(x) for x in (grad_CN, *hidden, gate_C)],
+    out_type=[*(jax.typeof(x) for x in (grad_CN, *hidden)), sums],
     grid=(blocks,),
     grid_names=(_BLOCK_AXIS,),
     compiler_params=plgpu.CompilerParams(
@@ -114,12 +119,27 @@ def gated_grads(
     ),
     kernel_name="gated_grads",
   )
+  gate_grad_C = jnp.sum(gate_grad.reshape(parts, -1), axis=0)
   inner_CN, *grads, gate_grad_C = (x[:capacity] for x in (inner_CN, *grads, gate_grad_C))
   return GatedGrads(inner_CN, tuple(grads), gate_grad_C)
 
 
-def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int) -> None:
-  """Passes over tiles of 64 rows, in turn with the other blocks, and over columns of a tile."""
+def _parts(num_cols: int) -> int:
+  """Of so many pieces of columns, equally many in each.
+
+  >>> [_parts(num_cols) for num_cols in (45, 24, 22, 8, 7)]
+  [5, 6, 2, 4, 1]
+  """
+  return max(parts for parts in range(1, _MOST_PARTS + 1) if num_cols % parts == 0)
+
+
+def _body(
+  *refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int, parts: int
+) -> None:
+  """Passes over parts of tiles of 64 rows, in turn with the other blocks, and over their columns.
+
+  Each part has a line of sums, ``gate_grad``.
+  """
   num_rows, gate, grad, *rest = refs
   count = (len(rest) - 2) // 2
   hidden, (inner, *hidden_grads, gate_grad) = rest[:count], rest[count:]
@@ -127,15 +147,26 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
   interleaved = columns == "interleaved"
   differentiate = elementwise_vjp(unit, arguments, (UNIT, UNIT))
   block, num_cols = lax.axis_index(_BLOCK_AXIS), cols // UNIT
+  cols_of_part = num_cols // parts
   most_tiles = gate.shape[0] // UNIT
   num_tiles = lax.min(lax.div(num_rows[0] + (UNIT - 1), jnp.int32(UNIT)), jnp.int32(most_tiles))
-  mine = lax.div(num_tiles + (blocks - 1 - block), jnp.int32(blocks))
+  mine = lax.div(num_tiles * parts + (blocks - 1 - block), jnp.int32(blocks))
+
+  def taken(i: Array) -> tuple[Array, Array]:
+    """The tile and the part that this block takes as its i-th."""
+    index = block + i * blocks
+    return lax.div(index, jnp.int32(parts)), lax.rem(index, jnp.int32(parts))
 
   def piece(place: Callable[[Array], Array]) -> Any:
-    """A block of 64 x 64: rows of tile i, and the columns that ``place`` makes of columns c."""
+    """A block of 64 x 64: rows of a tile, and the columns that ``place`` makes of columns c."""
+
+    def index(i: Array, c: Array) -> tuple[Array, Array]:
+      tile, part = taken(i)
+      return tile, place(part * cols_of_part + c)
+
     return plgpu.BlockSpec(
       (UNIT, UNIT),
-      lambda i, c: (block + i * blocks, place(c)),
+      index,
       transforms=(plgpu.TilingTransform((TILE_ROWS, UNIT)), plgpu.SwizzleTransform(SWIZZLE)),  # pyright: ignore[reportAbstractUsage]
     )
 
@@ -152,7 +183,8 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
     (i, c), (*pieces, before) = indices, pieces_and_sum
     grad_piece, *hidden_pieces = pieces[: 1 + arguments]
     inner_out, *hidden_outs = pieces[1 + arguments :]
-    rows = pl.ds((block + i * blocks) * UNIT, UNIT)
+    tile, part = taken(i)
+    rows = pl.ds(tile * UNIT, UNIT)
     gate_C = plgpu.load(gate.at[rows], layout=_BY_ROW, optimized=False)
     gate_CN = lax.broadcast_in_dim(gate_C, (UNIT, UNIT), (0,))
     values = [_load(x) for x in hidden_pieces]
@@ -170,15 +202,15 @@ def _body(*refs: Any, unit: Callable[..., Array], columns: Columns, blocks: int)
     products = value * _load(grad_piece).astype(jnp.float32)
     total = lax.select(c > 0, before, jnp.zeros_like(before)) + jnp.sum(products, axis=1)
 
-    @when(c == num_cols - 1)
+    @when(c == cols_of_part - 1)
     def _() -> None:
-      gate_grad[rows] = total
+      gate_grad[pl.ds(part * gate.shape[0] + tile * UNIT, UNIT)] = total
 
     return total
 
   plgpu.emit_pipeline(
     step,
-    grid=(mine, num_cols),
+    grid=(mine, cols_of_part),
     in_specs=[same, *of_hidden],
     out_specs=[same, *of_hidden],
     max_concurrent_steps=_STAGES,

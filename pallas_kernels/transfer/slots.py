@@ -69,7 +69,8 @@ class Links(NamedTuple):
 
   @staticmethod
   def lengths(sizes: Sizes) -> "Links":
-    return Links(*[padded(sizes.items)] * 5, THREADS)
+    items = padded(sizes.items)
+    return Links(items, items, items, items, items, used=THREADS)
 
 
 class Item(NamedTuple):

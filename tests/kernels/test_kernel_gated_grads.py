@@ -69,7 +69,8 @@ def assert_near(found, expected, used):
     assert np.abs(a - b).max(initial=0) <= most * np.abs(b).max(initial=0)
 
 
-# No row, one, whole tiles, a last or only tile that the buffer cuts; one column of tiles and more.
+# No row, one, whole tiles, a last or only tile that the buffer cuts; one column of tiles and more,
+# in one part or several, of one column or several.
 @pytest.mark.parametrize(
   ("columns", "rows", "cols", "sizes"),
   [
@@ -80,6 +81,8 @@ def assert_near(found, expected, used):
     ("ungated", 64, 64, (0, 0)),
     ("fused", 8, 64, (0, 3)),
     ("ungated", 192, 64, (0, 65)),
+    ("interleaved", 72, 512, (30, 40)),
+    ("fused", 64, 448, (60,)),
   ],
 )
 @pytest.mark.parametrize("unit", ["plain", "clamped"])
@@ -92,10 +95,11 @@ def test_equals_the_gradients_of_float32(columns, rows, cols, sizes, unit):
   assert_near(found, reference(*operands, unit, columns), used)
 
 
-def test_blocks_go_on_to_further_tiles(monkeypatch):
-  """Three columns each: two blocks have three and two of five tiles."""
+@pytest.mark.parametrize("cols", [192, 256])
+def test_blocks_go_on_to_further_tiles(monkeypatch, cols):
+  """Of five tiles in parts of one column, two blocks take turns."""
   monkeypatch.setattr(support, "num_sms", lambda: 1)
-  operands = problem("apart", 320, 192, 300)
+  operands = problem("apart", 320, cols, 300)
   found = computed(swiglu, "apart", *operands, jnp.asarray([300], jnp.int32))
   assert_near(found, reference(*operands, swiglu, "apart"), 300)
 

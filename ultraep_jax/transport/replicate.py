@@ -243,7 +243,7 @@ class Replicas:
 # leave the links idle (docs/lab/layer.md, Copies in larger tiles).
 COPYING = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
 REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
-_TO_ONE = 8  # blocks, of two ranks: nobody adds in registers
+_TO_ONE = 12  # blocks, of two ranks: nobody adds in registers
 
 
 def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
@@ -256,14 +256,14 @@ def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
 
 
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
-  """``REDUCING``, with an inbox of 1 GiB at most; half of its blocks on two ranks.
+  """``REDUCING``, with an inbox of 1 GiB at most; fewer blocks on two ranks.
 
-  There the memory adds what a copy's rank sends, and so many blocks fill the link
-  (docs/lab/kernels.md, Sums in the home's memory).
+  There the memory adds what a copy's rank sends (docs/lab/kernels.md, Sums in the home's memory),
+  and so many blocks fill the link beside a matmul (docs/lab/layer.md, Gradients by more blocks).
 
   >>> found = [reducing_tuning(*sizes) for sizes in ((2, 64), (4, 28), (8, 28), (32, 31))]
   >>> [(each.blocks, each.tile_bytes) for each in found]
-  [(8, 65536), (16, 65536), (13, 65536), (8, 20480)]
+  [(12, 65536), (16, 65536), (13, 65536), (8, 20480)]
   """
   if num_ranks == 2:
     return dataclasses.replace(REDUCING, blocks=_TO_ONE)
