@@ -27,6 +27,7 @@ from pallas_kernels.matmul.layout import SWIZZLE, TILE_ROWS, UNIT
 from pallas_kernels.support import Array
 from pallas_kernels.warp import pairs
 from pallas_kernels.warp.branches import when
+from pallas_kernels.warp.warps import largest_divisor
 
 _BLOCKS = 2  # of an SM: one loads and stores while the other computes
 # A tile of rows has its columns in up to so many parts, which blocks take in turn. Whole tiles are
@@ -103,7 +104,7 @@ def gated_grads(
   if (more := UNIT - capacity) > 0:
     grad_CN, *hidden = (jnp.pad(x, [(0, more), (0, 0)]) for x in (grad_CN, *hidden))
   gate_C, grad_CN, *hidden = varying.vary_alike(gate_C, grad_CN, *hidden)
-  parts = _parts(cols // UNIT)
+  parts = largest_divisor(cols // UNIT, _MOST_PARTS)
   sums = jax.typeof(gate_C).update(shape=(parts * gate_C.size,))
   inner_CN, *grads, gate_grad = launch(
     functools.partial(_body, unit=unit, columns=columns, blocks=blocks, parts=parts),
@@ -122,15 +123,6 @@ def gated_grads(
   gate_grad_C = jnp.sum(gate_grad.reshape(parts, -1), axis=0)
   inner_CN, *grads, gate_grad_C = (x[:capacity] for x in (inner_CN, *grads, gate_grad_C))
   return GatedGrads(inner_CN, tuple(grads), gate_grad_C)
-
-
-def _parts(num_cols: int) -> int:
-  """Of so many pieces of columns, equally many in each.
-
-  >>> [_parts(num_cols) for num_cols in (45, 24, 22, 8, 7)]
-  [5, 6, 2, 4, 1]
-  """
-  return max(parts for parts in range(1, _MOST_PARTS + 1) if num_cols % parts == 0)
 
 
 def _body(

@@ -22,6 +22,7 @@ from pallas_kernels.warp.warps import (
   THREADS,
   divide,
   each_piece,
+  largest_divisor,
   lookup,
   ones,
   over,
@@ -158,7 +159,7 @@ def sum_loads(
     Rows that a group costs, in each thread: fewer where loads would not fit int32.
   """
   pieces = padded(problem.domain_experts) // THREADS
-  together = max(n for n in range(1, 9) if pieces % n == 0)
+  together = largest_divisor(pieces, 8)
 
   def sum_sources(group: Array, _: None) -> None:
     places = [thread_index() + (group * together + i) * THREADS for i in range(together)]

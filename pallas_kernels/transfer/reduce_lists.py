@@ -53,7 +53,7 @@ def write(shared: Shared, slots: Slots, fields_ref: Any) -> None:
   sources = _sources(slots)
   each_used(sources, functools.partial(_order, shared, slots))
   barrier()
-  each_used(sources, functools.partial(_write_node, shared, slots, fields_ref))
+  each_used(sources, functools.partial(_write_node, shared, slots, fields_ref, sources))
   barrier()
   slots.each(functools.partial(_write_child, shared, slots, fields_ref))
 
@@ -99,7 +99,9 @@ def _order(shared: Shared, slots: Slots, place: Array) -> None:
   put_at(shared.key, it.index, turn * sizes.sources + it.index, place < sizes.sources)
 
 
-def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> None:
+def _write_node(
+  shared: Shared, slots: Slots, fields_ref: Any, sources: Array, place: Array
+) -> None:
   sizes, it = slots.sizes, _source(shared, slots, place)
   own = lookup(shared.key, it.index)
 
@@ -109,7 +111,7 @@ def _write_node(shared: Shared, slots: Slots, fields_ref: Any, place: Array) -> 
     node, child = carry
     return node + ones(before), child + where(before, lookup(shared.children, other), 0)
 
-  node, begin = unrolled_used(sizes.sources, _sources(slots), count, (own * 0, own * 0))
+  node, begin = unrolled_used(sizes.sources, sources, count, (own * 0, own * 0))
   put_at(shared.begin, it.index, begin, place < sizes.sources)
   parent = where(it.is_home, it.index * 0 - 1, lookup(slots.links.parent, it.slot))
   values = {

@@ -173,17 +173,25 @@ def chunks(size: int) -> Iterator[tuple[int, Array]]:
     yield start, thread + start
 
 
+def largest_divisor(size: int, most: int) -> int:
+  """Of ``size``, up to ``most``.
+
+  >>> [largest_divisor(size, 6) for size in (45, 24, 22, 8, 7)]
+  [5, 6, 2, 4, 1]
+  """
+  return max(n for n in range(1, most + 1) if size % n == 0)
+
+
 def unrolled(size: int, body: Callable[[Array, Any], Any], init: Any, most: int = 16) -> Any:
   """A ``fori_loop`` from 0 to ``size``, unrolled by its largest divisor of at most ``most``."""
-  unroll = max(n for n in range(1, most + 1) if size % n == 0)
-  return lax.fori_loop(0, size, body, init, unroll=unroll)
+  return lax.fori_loop(0, size, body, init, unroll=largest_divisor(size, most))
 
 
 def unrolled_used(
   size: int, used: Array, body: Callable[[Array, Any], Any], init: Any, most: int = 16
 ) -> Any:
   """The same to the first multiple of what is unrolled that is not below ``used``, a scalar."""
-  unroll = max(n for n in range(1, most + 1) if size % n == 0)
+  unroll = largest_divisor(size, most)
 
   def step(i: Array, carry: Any) -> Any:
     for place in range(unroll):
