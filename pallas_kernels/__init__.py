@@ -47,7 +47,7 @@ if TYPE_CHECKING:
   from pallas_kernels.transfer.lists import TransferLists, transfer_lists
   from pallas_kernels.transfer.place import place, place_scaled
   from pallas_kernels.transfer.reduce_replicas import reduce_replicas, reduction
-  from pallas_kernels.transfer.replicate import bounded_tiles, replicate, replication
+  from pallas_kernels.transfer.replicate import replicate, replication
   from pallas_kernels.transfer.scales import SCALED, num_scales
   from pallas_kernels.transfer.tiles import Transfer
   from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
@@ -73,7 +73,6 @@ __all__ = [
   "TransferTuning",
   "Tunings",
   "bounded_inbox",
-  "bounded_tiles",
   "check_mesh",
   "check_sizes",
   "choose_tile",
@@ -145,7 +144,7 @@ _MODULES = {
   "transfer.lists": ("TransferLists", "transfer_lists"),
   "transfer.place": ("place", "place_scaled"),
   "transfer.reduce_replicas": ("reduce_replicas", "reduction"),
-  "transfer.replicate": ("bounded_tiles", "replicate", "replication"),
+  "transfer.replicate": ("replicate", "replication"),
   "transfer.scales": ("SCALED", "num_scales"),
   "transfer.tiles": ("Transfer",),
   "transfer.tuning": ("COMBINING", "ExchangeTuning", "TransferTuning"),

@@ -149,7 +149,8 @@ def replication(
   if not arrays or not num_slots:
     return None
   num_home = arrays[0].shape[0]
-  tuning, tiles = tuning.placed(), tiling.cut("arrays", arrays, tuning, flat=flat)
+  tuning = bounded_tiles(tuning.placed(), lax.axis_size(axis_name), num_slots)
+  tiles = tiling.cut("arrays", arrays, tuning, flat=flat)
   of_worker = sum(each.count for each in tiles) // tuning.num_workers
   run = min(max(of_worker // _LEAST_RUNS, 1), _MOST_RUN)
   if lax.axis_size(axis_name) > 2 and run > 1:  # of two ranks none forwards

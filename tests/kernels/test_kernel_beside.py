@@ -23,7 +23,7 @@ from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, wgrad_beside
 from pallas_kernels.transfer.reduce_replicas import reduction
 from pallas_kernels.transfer.replicate import replication
 from pallas_kernels.transfer.tuning import TransferTuning
-from ultraep_jax.transport.replicate import copying_tuning, reducing_tuning
+from ultraep_jax.transport.replicate import COPYING, reducing_tuning
 
 RANKS, HOME, SLOTS = 2, 1, 1
 REPLICA = jnp.array([[-1], [0]], jnp.int32)
@@ -232,9 +232,9 @@ def test_lowers_for_gpus(slots, check_vma, capacity, monkeypatch):
     return text
 
   sizes, up = shape(home + slots, dtype=jnp.int32), shape(home, width, inner)
-  copying, reducing = copying_tuning(ranks, slots), reducing_tuning(ranks, slots)
+  reducing = reducing_tuning(ranks, slots)
   rows = shape(capacity, width)
-  wgrad = lower(wgrad_and_copies, copying, shape(capacity, inner), rows, sizes, up)
+  wgrad = lower(wgrad_and_copies, COPYING, shape(capacity, inner), rows, sizes, up)
   total = lower(
     sum_and_reduction,
     reducing,
@@ -244,8 +244,8 @@ def test_lowers_for_gpus(slots, check_vma, capacity, monkeypatch):
     [shape(slots, width, inner)] * 2,
     sizes,
   )
-  gated = lower(gated_by_copies, copying, rows, up, up, sizes)
-  down = lower(matmul_by_copies, copying, shape(capacity, inner), shape(home, inner, width), sizes)
+  gated = lower(gated_by_copies, COPYING, rows, up, up, sizes)
+  down = lower(matmul_by_copies, COPYING, shape(capacity, inner), shape(home, inner, width), sizes)
   for text in (wgrad, total, gated, down):
     assert count_reaching(text) == 1
   assert "output_operand_aliases = [#stablehlo.output_operand_alias<" in total
@@ -259,8 +259,7 @@ def test_copies_of_very_wide_experts_lower_for_gpus(cols):
   rows = jax.ShapeDtypeStruct((ranks * 1024, depth), jnp.bfloat16)
   weights = jax.ShapeDtypeStruct((ranks * home, depth, cols), jnp.bfloat16)
   sizes = jax.ShapeDtypeStruct((ranks * (home + slots),), jnp.int32)
-  tuning = copying_tuning(ranks, slots)
-  traced = on_ranks(matmul_by_copies, tuning, plan, ranks, check_vma=False).trace(
+  traced = on_ranks(matmul_by_copies, COPYING, plan, ranks, check_vma=False).trace(
     rows, weights, sizes
   )
   text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -293,3 +293,23 @@ def test_each_worker_has_two_tiles_beside_its_list(ranks, most, flat):
     cut = tiles.cut("arrays", [array], found, flat=flat)
     assert shared_bytes([list_ref, *tiles.buffers(cut, found, 2)]) <= SHARED_BYTES
     assert found.tile_bytes == tuning.tile_bytes or ranks * slots > 448
+
+
+@pytest.mark.parametrize("slots, tile_bytes", [(64, 32 * 1024), (256, 32384)])
+def test_kernels_bound_the_tiles_of_any_tuning(slots, tile_bytes):
+  """A table's too, which knows nothing of slots."""
+  found = []
+
+  def copies(*args):
+    tuning = TransferTuning(blocks=12, workers=3, tile_bytes=32 * 1024)
+    found.append(transfer.replication(*args, axis_name="expert", tuning=tuning))
+    return found[0].launch()
+
+  in_specs = (P("expert"), P(), P())
+  traced = jax.shard_map(
+    copies, mesh=mesh((2, "expert")), in_specs=in_specs, out_specs=P("expert"), check_vma=False
+  )
+  plan_GS = jax.ShapeDtypeStruct((2, slots), jnp.int32)
+  arrays = [jax.ShapeDtypeStruct((2 * HOME, 1024, 512), jnp.bfloat16)]
+  jax.jit(traced).trace(arrays, plan_GS, plan_GS)
+  assert found[0].tuning.tile_bytes == tile_bytes

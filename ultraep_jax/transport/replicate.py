@@ -191,8 +191,7 @@ class Replicas:
         self.replica_expert_GS,
         self.parent_GS,
         axis_name=self.axis_name,
-        tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home))
-        or copying_tuning(*self.replica_expert_GS.shape),
+        tuning=_tuning(self.tunings, "copying", jax.tree.leaves(self.home)) or COPYING,
         home_rows_G=None if flat else self.home_rows_G,  # what none waits for has one turn
         flat=flat,
         work=None if self.lists is None else self.lists.copying[which],
@@ -246,20 +245,12 @@ REDUCING = TransferTuning(blocks=16, workers=3, tile_bytes=64 * 1024)
 _TO_ONE = 12  # blocks, of two ranks: nobody adds in registers
 
 
-def copying_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
-  """``COPYING``, with smaller tiles where the list of copies leaves too little room.
-
-  >>> [copying_tuning(*sizes).tile_bytes for sizes in ((2, 64), (4, 48), (44, 62))]
-  [32768, 32768, 16384]
-  """
-  return kernels.bounded_tiles(COPYING, num_ranks, num_slots)
-
-
 def reducing_tuning(num_ranks: int, num_slots: int) -> TransferTuning:
   """``REDUCING``, with an inbox of 1 GiB at most; fewer blocks on two ranks.
 
-  There the memory adds what a copy's rank sends (docs/lab/kernels.md, Sums in the home's memory),
-  and so many blocks fill the link beside a matmul (docs/lab/layer.md, Gradients by more blocks).
+  On two ranks the home's memory adds what a rank with a copy sends (docs/lab/kernels.md, Sums in
+  the home's memory). Twelve blocks then fill the link beside a matmul (docs/lab/layer.md, Gradients
+  by more blocks).
 
   >>> found = [reducing_tuning(*sizes) for sizes in ((2, 64), (4, 28), (8, 28), (32, 31))]
   >>> [(each.blocks, each.tile_bytes) for each in found]

@@ -39,7 +39,7 @@ from ultraep_jax.planning.cost import reading_seconds
 from ultraep_jax.sharded import sharded_moe
 from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import nonnegative, positive
-from ultraep_jax.transport.replicate import copying_tuning
+from ultraep_jax.transport.replicate import COPYING
 from ultraep_jax.types import Array, ExpertWeights
 
 # The matmuls of a layer, and how often each runs.
@@ -244,7 +244,7 @@ def beside_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   rows = int(beside.TOKENS * EXPERT.top_k * beside.CAPACITY_FACTOR)
   arrays = beside.random_arrays(mesh, rows, EXPERT.width, EXPERT.inner)
   arguments = (*arrays, *(beside.on_ranks(mesh, part) for part in plan))
-  variants = beside.variants({"copying": copying_tuning(*plan[0].shape)})
+  variants = beside.variants({"copying": COPYING})
   return {
     name: functools.partial(beside.sharded(timing.chain(call, calls), mesh), *arguments)
     for name, call in variants.items()

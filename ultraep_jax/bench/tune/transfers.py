@@ -19,7 +19,7 @@ from ultraep_jax.bench.kernels.matmul_problems import HOME, REPLICA, Problem
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.kernels.transfers import time_cases
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.transport.replicate import copying_tuning, reducing_tuning
+from ultraep_jax.transport.replicate import COPYING, reducing_tuning
 from ultraep_jax.types import Array
 
 TOP_K = 8
@@ -52,7 +52,7 @@ def default(operation: str, ranks: int) -> TransferTuning:
   defaults = {
     "dispatch": ExchangeTuning(),
     "combine": COMBINING,
-    "copying": copying_tuning(ranks, 1),
+    "copying": COPYING,
     "reducing": reducing_tuning(ranks, 1),
   }
   return defaults.get(operation, TransferTuning())
