@@ -44,7 +44,8 @@ def combine(
 
   The rank that computed the rows sums those of a token and sends the sum once; the token's rank
   sums over ranks. Both sums are in float32 and in the order of the token's assignments, so the
-  result does not depend on timing; what crosses is rounded to the dtype of the rows.
+  result does not depend on timing; what crosses is rounded to the dtype of the rows. Where there
+  is one rank, its sums are the result.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
   (see ``support.why_unsupported``). It cannot deadlock, for the reason that ``dispatch`` cannot.
@@ -78,23 +79,27 @@ def combine(
     return combine(*arguments, axis_name=axis_name, tuning=tuning)[:, :width]
   deal = Deal.of(num_tokens, top_k, tuning)
   num_ranks = received_GTK.shape[0]
-  source_TK = jnp.where(chunks.leads(dest_TK), dest_TK, -1)
-  tables = [deal.table(source_TK, -1), deal.table(received_GTK, -1)]
+  tables = [deal.table(received_GTK, -1)]
   if gate_GTK is not None:
     tables.append(deal.table(gate_GTK, 0.0))
+  sums = []  # of every rank
+  if peers.are_any(axis_name):
+    source_TK = jnp.where(chunks.leads(dest_TK), dest_TK, -1)
+    tables.append(deal.table(source_TK, -1))
+    sums = [jax.typeof(rows_CD).update(shape=(num_ranks, num_tokens, width))]
   rows_CD, *tables = varying.vary_alike(rows_CD, *tables)
   most = min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning))
   parts = chunks.pieces(width, most)
-  y_TD, _ = launch(
+  y_TD, *_ = launch(
     functools.partial(
       _kernel, parts=parts, deal=deal, weighted=gate_GTK is not None, axis_name=axis_name
     ),
     [rows_CD, *tables],
     out_type=[
       jax.typeof(rows_CD).update(shape=(num_tokens, width)),
-      jax.typeof(rows_CD).update(shape=(num_ranks, num_tokens, width)),
+      *sums,
     ],
-    reaches_others=True,
+    reaches_others=peers.are_any(axis_name),
     grid=(tuning.num_blocks,),
     grid_names=(tiling.BLOCK_AXIS,),
     num_threads=tuning.workers,
@@ -124,7 +129,6 @@ def _buffer_length(rows_CD: Array, tuning: ExchangeTuning) -> int:
 
 def _kernel(
   rows_ref: Any,
-  source_ref: Any,
   received_ref: Any,
   *refs: Any,
   parts: list[tuple[int, int]],
@@ -132,8 +136,11 @@ def _kernel(
   weighted: bool,
   axis_name: AxisName,
 ) -> None:
-  gate_ref = refs[0] if weighted else None
-  y_ref, sums_ref, all_lines, all_gates, all_buffers, all_loaded, all_sent = refs[weighted:]
+  others = peers.are_any(axis_name)
+  gate_refs, source_refs, (y_ref,), sums_refs, scratch = tiling.split(
+    refs, [weighted, others, 1, others]
+  )
+  all_lines, all_gates, all_buffers, all_loaded, all_sent = scratch
   slot = lax.axis_index(tiling.WORKER_AXIS)
   loaded, sent = all_loaded.at[slot], all_sent.at[slot]
   worker = lax.axis_index(tiling.BLOCK_AXIS) * all_lines.shape[0] + slot
@@ -177,15 +184,16 @@ def _kernel(
     return most >= 0
 
   def send_chunk(step: Array) -> None:
-    """Sends every rank the sums of its tokens of a chunk."""
+    """Sends every rank the sums of its tokens of a chunk; alone, writes the result."""
     chunk = deal.chunk_index(step, worker)
     for index in range(num_ranks):
       to = chunks.peer(index, axis_name)
       load_line(received_ref.at[to, chunk], all_lines)
-      if gate_ref is not None:
-        load_line(gate_ref.at[to, chunk], all_gates)
+      if weighted:
+        load_line(gate_refs[0].at[to, chunk], all_gates)
+      target = peers.remote_ref(sums_refs[0], to, axis_name).at[rank] if others else y_ref
 
-      def send_token(token: Array, to: Array = to) -> None:
+      def send_token(token: Array, target: Any = target) -> None:
         for start, length in parts:
 
           def weigh(k: Array, row: Array, piece: Any) -> Array:
@@ -199,14 +207,16 @@ def _kernel(
             all_buffers[slot, pl.ds(piece.start - first, piece.size)] = sum_D.astype(rows_ref.dtype)
           plgpu.commit_smem()
           staged = all_buffers.at[slot, pl.ds(start - first, length)]
-          target = peers.remote_ref(sums_ref, to, axis_name)
-          place = target.at[rank, chunk * deal.chunk + token, pl.ds(start, length)]
+          place = target.at[chunk * deal.chunk + token, pl.ds(start, length)]
           plgpu.copy_smem_to_gmem(staged, place)
 
       @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
       def _(token: Array, send_token: Callable[..., None] = send_token) -> None:
-        when(has_any(token))(lambda: send_token(token))
+        wanted = has_any(token) if others else chunk * deal.chunk + token < deal.tokens
+        when(wanted)(lambda: send_token(token))
 
+    if not others:
+      return
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
     for index in range(num_ranks):
       peers.signal(sent.at[rank], chunks.peer(index, axis_name), axis_name)
@@ -214,7 +224,7 @@ def _kernel(
   def add_chunk(step: Array) -> None:
     """Adds what all ranks sent of a chunk."""
     chunk = deal.chunk_index(step, worker)
-    load_line(source_ref.at[chunk], all_lines)
+    load_line(source_refs[0].at[chunk], all_lines)
     for index in range(num_ranks):
       pl.semaphore_wait(sent.at[chunks.peer(index, axis_name)])
 
@@ -227,7 +237,7 @@ def _kernel(
         for start, length in parts:
 
           def read(k: Array, source: Array, piece: Any) -> Array:
-            return sums_ref[source, place, piece].astype(jnp.float32)
+            return sums_refs[0][source, place, piece].astype(jnp.float32)
 
           for piece, sum_D in total(token, start, length, read):
             y_ref[place, piece] = sum_D.astype(y_ref.dtype)
@@ -235,9 +245,13 @@ def _kernel(
   @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
   def _(step: Array) -> None:
     send_chunk(step)
-    when(step > 0)(lambda: add_chunk(step - 1))
+    if others:
+      when(step > 0)(lambda: add_chunk(step - 1))
 
-  add_chunk(jnp.int32(deal.steps - 1))
+  if others:
+    add_chunk(jnp.int32(deal.steps - 1))
+  else:
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _cover(start: int, length: int, dtype: jnp.dtype) -> list[tuple[int, int]]:

@@ -25,6 +25,7 @@ CASES = {
   "more tokens than a step": (((2, "expert"),), 21, 2, None),
   "all to one": (ONE_AXIS, 5, 6, 2),
   "one rank": (((1, "expert"),), 4, 3, None),
+  "one rank, more tokens than a step": (((1, "expert"),), 21, 2, None),
   "two axes": (TWO_AXES, 3, 3, None),
 }
 
