@@ -152,18 +152,28 @@ def test_strategy_none_is_the_layer_without_slots():
   assert "ppermute" not in text and "ppermute" in balanced
 
 
-def test_vmap_over_layers():
-  problem = make_problem(make_mesh(4))
-  twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), (problem.x, problem.gate))
+@pytest.mark.parametrize("groups", [1, 2])
+def test_vmap_over_layers(groups):
+  """Their loads differ, and so do their plans; with groups of tokens, in each group."""
+  problem = make_problem(make_mesh(4, groups))
+  each = problem.x, problem.expert_index, problem.gate
+  twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1] // 2]), each)
+  config = uep.BalanceConfig(replica_slots=1, objective="time")
 
-  def apply(x, gate):
-    return uep.sharded_moe(x, problem.expert_index, gate, problem.weights, config=QUICK)[0]
+  def apply(x, expert_index, gate):
+    def loss(x):
+      y, _ = uep.sharded_moe(x, expert_index, gate, problem.weights, config=config)
+      return jnp.sum(jnp.sin(y)), y
+
+    grad, y = jax.grad(loss, has_aux=True)(x)
+    return y, grad
 
   with jax.set_mesh(problem.mesh):
-    y = jax.jit(jax.vmap(apply))(*twice)
+    found = jax.jit(jax.vmap(apply))(*twice)
     one = jax.jit(apply)
     for i in range(2):
-      assert relative_error(y[i], one(twice[0][i], twice[1][i])) <= 1e-6
+      expected = one(*(leaf[i] for leaf in twice))
+      assert relative_error(tuple(leaf[i] for leaf in found), expected) <= 1e-6
 
 
 def test_home_rows_are_those_that_need_no_copies():

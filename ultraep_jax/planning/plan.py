@@ -188,6 +188,16 @@ def _as_int32(cost: PlanCost | None) -> PlanCost | None:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _plan(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
+  # Under vmap one plan after another. Else JAX selects by the elements' conditions among constants
+  # of a branch, which then vary over mesh axes that the branch was not traced for.
+  @jax.custom_batching.sequential_vmap
+  def plan_one(load_GE: Array, cost: PlanCost | None) -> Plan:
+    return _plan_one(load_GE, setup, cost)
+
+  return plan_one(load_GE, cost)
+
+
+def _plan_one(load_GE: Array, setup: Setup, cost: PlanCost | None) -> Plan:
   num_ranks, num_experts = load_GE.shape
   domains, per_rank = num_ranks // setup.domain_size, num_experts // num_ranks
   load_E = jnp.sum(load_GE, axis=0, dtype=jnp.int32)
