@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "helpers"))
-from source_tree import BARE, FILES, ROOT, files, imported_modules, source_file
+from source_tree import BARE, FILES, PROGRAMS, ROOT, files, imported_modules, source_file
 
 HEAD = """# Bazel targets, for rules_python >= 1.7 and a pip hub named "pip".
 # Written by tests/make_build.py; do not edit.
@@ -29,8 +29,15 @@ exports_files([
 """
 # What users depend on.
 PUBLIC = ("ultraep_jax", "models", "packed", "serve", "simulate", "pallas_kernels", "main")
-# Import name to requirement, where they differ.
-REQUIREMENTS = {"griffe": "griffelib", "orbax": "orbax_checkpoint"}
+# Import name to requirement, where they differ; names as rules_python normalises them.
+REQUIREMENTS = {
+  "_pytest": "pytest",
+  "absl": "absl_py",
+  "griffe": "griffelib",
+  "orbax": "orbax_checkpoint",
+  "tensorboardX": "tensorboardx",
+  "tunix": "google_tunix",
+}
 # These start programs, read the checkout or build the wheel: they run where the sources are.
 IN_CHECKOUT = ("test_docs", "test_examples", "test_project")
 # Folders whose modules and their parent's need each other: one target.
@@ -114,10 +121,11 @@ def _make_target(name: str, paths: list[str], data: list[str]) -> Target:
     }
     deps |= {":conftest", "@pip//pytest"}
   else:
-    bare = [each for each in BARE if folder == each or pathlib.PurePath(folder).parent == each]
+    starts = BARE + PROGRAMS
+    bare = [each for each in starts if folder == each or pathlib.PurePath(folder).parent == each]
     attributes |= {
       "data": data,
-      "imports": [each for each in BARE if folder.startswith(each) and not is_program] or bare,
+      "imports": [each for each in starts if folder.startswith(each) and not is_program] or bare,
       "main": paths[0] if is_program else "",
       "testonly": folder.startswith("tests"),
       "visibility": ["//visibility:public"] if name in PUBLIC else [],

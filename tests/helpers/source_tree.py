@@ -8,6 +8,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("ultraep_jax", "pallas_kernels", "examples", "tests")
 # From where tests and examples import by bare name, as in pyproject.toml.
 BARE = ("examples", "examples/maxtext", "examples/tunix", "tests", "tests/helpers")
+# Of programs that import what lies beside them, and that no test imports.
+PROGRAMS = ("tests/checkpoints",)
 
 
 def files(pattern: str) -> list[str]:
@@ -43,7 +45,7 @@ def imported_modules(path: str) -> frozenset[str]:
 def source_file(module: str) -> str | None:
   """The file of one of our modules, or ``None``."""
   base = module.replace(".", "/")
-  for start in (base, *(f"{folder}/{base}" for folder in BARE)):
+  for start in (base, *(f"{folder}/{base}" for folder in BARE + PROGRAMS)):
     for candidate in (f"{start}.py", f"{start}/__init__.py"):
       if candidate in FILES:
         return candidate
