@@ -49,7 +49,8 @@ def figure(columns: int, width: float, height: float, rows: int = 1) -> "tuple[F
   try:
     from matplotlib.figure import Figure
   except ImportError as error:
-    raise ImportError("plots need Matplotlib: pip install 'ultraep-jax[paper]'") from error
+    message = "plots need Matplotlib: in the clone, pip install -e '.[paper]'"
+    raise ImportError(message) from error
   made = Figure(figsize=(width, height), layout="constrained")
   axes = [made.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
   for ax in axes:

@@ -4,4 +4,4 @@ import importlib.util
 
 for _name in ("matplotlib", "orbax", "plotly", "safetensors", "tensorboardX", "tqdm"):
   if importlib.util.find_spec(_name) is None:
-    raise SystemExit(f"expected {_name}, got none: pip install 'ultraep-jax[examples]'")
+    raise SystemExit(f"expected {_name}, got none: in the clone, pip install -e '.[examples]'")

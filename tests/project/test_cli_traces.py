@@ -93,7 +93,7 @@ def test_view_reports_what_it_leaves_out(tmp_path, capsys):
 def test_view_needs_its_extra(tmp_path, capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "plotly.offline", None)
   status, _, err = run(capsys, "view", traces.write(tmp_path), "--html", tmp_path / "page.html")
-  assert status == 1 and "pip install 'ultraep-jax[viewer]'" in err
+  assert status == 1 and "pip install -e '.[viewer]'" in err
 
 
 @pytest.fixture

@@ -327,8 +327,8 @@ except ImportError as error:
   )
   lines = done.stdout.splitlines()
   assert len(lines) == 7
-  assert all("pip install 'ultraep-jax[examples]'" in line for line in lines[:6])
-  assert "safetensors" in lines[6] and "pip install 'ultraep-jax[models]'" in lines[6]
+  assert all("pip install -e '.[examples]'" in line for line in lines[:6])
+  assert "safetensors" in lines[6] and "pip install -e '.[models]'" in lines[6]
 
 
 def test_recorded_loads_of_other_shapes(tmp_path, capsys):

@@ -65,7 +65,8 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{ultraep_jax.bench.__name__}.{MEASUREMENTS[name]}")
   except ModuleNotFoundError as error:
     raise CommandError(
-      f"{name} needs {error.name}; pip install 'ultraep-jax[models,paper]' has all that any needs"
+      f"{name} needs {error.name}; in the clone, pip install -e '.[models,paper]' has all that any "
+      "needs"
     ) from error
 
 

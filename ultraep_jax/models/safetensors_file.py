@@ -21,7 +21,7 @@ try:
   from safetensors import SafetensorError, safe_open
 except ImportError as error:
   raise ImportError(
-    "checkpoints need safetensors, which is not installed: pip install 'ultraep-jax[models]'"
+    "checkpoints need safetensors, which is not installed: in the clone, pip install -e '.[models]'"
   ) from error
 
 # The format's names of the dtypes that this library reads.

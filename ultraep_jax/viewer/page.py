@@ -62,7 +62,8 @@ def plotly_script() -> str:
     from plotly.offline import get_plotlyjs
   except ImportError as error:
     raise ImportError(
-      "the viewer draws with plotly, which is not installed: pip install 'ultraep-jax[viewer]'"
+      "the viewer draws with plotly, which is not installed: "
+      "in the clone, pip install -e '.[viewer]'"
     ) from error
   return get_plotlyjs()
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.data > 1 and "eplb" in args.variants:
     parser.error("--data: expected no eplb among --variants: its history covers one mesh only")
   if args.plot and importlib.util.find_spec("matplotlib") is None:
-    parser.error("--plot: expected Matplotlib, got none: pip install 'ultraep-jax[paper]'")
+    parser.error("--plot: expected Matplotlib, got none: in the clone, pip install -e '.[paper]'")
   return processes.run(run, args)
 
 
