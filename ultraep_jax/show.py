@@ -21,10 +21,10 @@ def plan_text(plan: Plan) -> str:
   expert_GS, quota_EG, _ = (np.asarray(leaf) for leaf in plan)
   num_experts, num_ranks = quota_EG.shape[-2:]
   slots = expert_GS.shape[-1]
+  copies = int((expert_GS >= 0).sum())
   return (
-    f"Plan({num_ranks} ranks, {num_experts} experts, {slots} slot{'s' * (slots != 1)}: "
-    f"{int((expert_GS >= 0).sum())} copies, busiest / mean rank "
-    f"{_imbalance(quota_EG.sum(axis=-2)):.2f})"
+    f"Plan({_count(num_ranks, 'rank')}, {_count(num_experts, 'expert')}, {_count(slots, 'slot')}: "
+    f"{_count(copies, 'copy')}, busiest / mean rank {_imbalance(quota_EG.sum(axis=-2)):.2f})"
   )
 
 
@@ -39,9 +39,9 @@ def stats_text(stats: LayerStats) -> str:
   rounds = int(np.max(stats.rounds))
   before, after = _imbalance(stats.load_before_G), _imbalance(stats.load_after_G)
   return (
-    f"LayerStats({of}{num_ranks} ranks, {num_experts} experts: busiest / mean rank {before:.2f} "
-    f"before, {after:.2f} after; {int(np.sum(stats.replicas))} copies, "
-    f"{rounds} round{'s' * (rounds != 1)})"
+    f"LayerStats({of}{_count(num_ranks, 'rank')}, {_count(num_experts, 'expert')}: busiest / mean "
+    f"rank {before:.2f} before, {after:.2f} after; {_count(int(np.sum(stats.replicas)), 'copy')}, "
+    f"{_count(rounds, 'round')})"
   )
 
 
@@ -89,7 +89,8 @@ def _bars(
       f"<td style='text-align:left'>{names}</td></tr>"
     )
   if len(before_G) > _MOST_RANKS:
-    rows.append(f"<tr><td colspan=6>… {len(before_G) - _MOST_RANKS} more ranks</td></tr>")
+    more = _count(len(before_G) - _MOST_RANKS, "more rank")
+    rows.append(f"<tr><td colspan=6>… {more}</td></tr>")
   return (
     f"<div>{_escape(title)}</div><table style='font-variant-numeric:tabular-nums'>"
     "<tr><th>rank</th><th>before</th><th></th>"
@@ -106,6 +107,17 @@ def _bar(top: int, *parts: tuple[Any, str]) -> str:
     for value, color in parts
   )
   return f"<span style='display:flex;width:180px;background:#8883'>{inner}</span>"
+
+
+def _count(number: int, what: str) -> str:
+  """So many of these.
+
+  >>> _count(1, "copy"), _count(2, "copy"), _count(0, "rank")
+  ('1 copy', '2 copies', '0 ranks')
+  """
+  if number == 1:
+    return f"1 {what}"
+  return f"{number} {what[:-1]}ies" if what.endswith("y") else f"{number} {what}s"
 
 
 def _concrete(values: Sequence[Any]) -> bool:

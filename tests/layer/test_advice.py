@@ -8,7 +8,7 @@ import pytest
 from ultraep_jax import advice, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
-from ultraep_jax.types import LayerStats, PlanCost
+from ultraep_jax.types import LayerStats, Plan, PlanCost
 
 RANKS, EXPERTS = 8, 32
 FLAT = testing.flat_loads(0, EXPERTS, RANKS, tokens=512, top_k=4, ratio=4.0)
@@ -136,6 +136,13 @@ def test_statistics_are_a_line_and_bars():
   html = stats._repr_html_()
   assert html.count("<tr>") == RANKS + 1
   assert f"<td>{int(stats.load_before_G.max())}</td>" in html
+
+
+def test_one_is_not_many():
+  one = jnp.ones((1, 1), jnp.int32)
+  assert repr(Plan(one * 0, one, one * 0)).startswith("Plan(1 rank, 1 expert, 1 slot: 1 copy,")
+  text = repr(layer_stats(np.ones((1, 1, 1), np.int32)))
+  assert text.startswith("LayerStats(1 rank, 1 expert: ") and text.endswith("0 copies, 1 round)")
 
 
 def test_while_tracing_there_are_shapes_alone():
