@@ -1,8 +1,9 @@
 """GPU kernels on plain arrays, written in Pallas Mosaic GPU for Hopper.
 
-They import jax only and know nothing of ``ultraep_jax``, whose operations use them where they run
-(``implementation="mosaic_gpu"``). Each equals the portable form of its operation, bit for bit
-where integers or copies are concerned, but leaves unused rows and slots unwritten.
+They import jax, jaxlib and numpy alone and know nothing of ``ultraep_jax``, whose operations use
+them where they run (``implementation="mosaic_gpu"``). Each equals the portable form of its
+operation, bit for bit where integers or copies are concerned, but leaves unused rows and slots
+unwritten.
 
 The names here and the module ``tunings`` are public, all else is private. A module is imported
 when a name of it is first used, as most load Mosaic, which takes longer than all of

@@ -1,4 +1,4 @@
-"""Where each assignment of a rank runs, in closed form: ``ultraep_jax/route.py`` in one kernel.
+"""Where each assignment of a rank runs: ``ultraep_jax/planning/route.py`` in one kernel.
 
 An assignment's row follows from its ordinal, how many assignments to the same expert come before
 it. A cluster of blocks takes a few thousand consecutive assignments. Instead of waiting for the

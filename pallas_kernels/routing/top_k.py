@@ -65,7 +65,8 @@ def top_k(scores_TE: Array, k: int) -> Array:
     ``[T, k]`` int32.
 
   Raises:
-    NotImplementedError: nothing to choose from, more than 32 to choose, or too large an array.
+    NotImplementedError: nothing to choose, more than 32 to choose, rows of more than 1024 scores,
+      or 2^31 scores or more.
     ValueError: the array has no rows, or they are shorter than ``k``.
     TypeError: it is not float32.
   """

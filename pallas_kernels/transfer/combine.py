@@ -48,7 +48,7 @@ def combine(
   is one rank, its sums are the result.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
-  (see ``support.why_unsupported``). It cannot deadlock, for the reason that ``dispatch`` cannot.
+  (see ``support.why_unreachable``). It cannot deadlock, for the reason that ``dispatch`` cannot.
 
   Args:
     rows_CD: ``[C, D]`` bfloat16, float16 or float32. Rows that feed no token are not read.

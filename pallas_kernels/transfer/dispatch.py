@@ -48,7 +48,7 @@ def dispatch(
   """Carries every token to the rows of its assignments, bit for bit.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
-  (see ``support.why_unsupported``). A token crosses to a rank once, straight into the row of its
+  (see ``support.why_unreachable``). A token crosses to a rank once, straight into the row of its
   first assignment there; the receiver copies it to the token's other rows. When the kernel returns
   on a rank, that rank's rows are complete.
 

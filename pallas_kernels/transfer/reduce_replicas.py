@@ -37,7 +37,7 @@ def reduce_replicas(
   """Adds every replica slot's gradient to its expert's home gradient; adjoint of ``replicate``.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
-  (see ``support.why_unsupported``), and inside a ``jit``. One kernel reduces all arrays, tile by
+  (see ``support.why_unreachable``), and inside a ``jit``. One kernel reduces all arrays, tile by
   tile, along the transfer trees backwards. A rank adds what its children sent to its own tile and
   pushes the sum into an inbox of the parent; the home adds its children's to its own. The order is
   fixed: the own value, then the children by rank. So the sums are the same bits whatever the
@@ -109,10 +109,10 @@ def reduction(
   tuning: TransferTuning | None,
   work: Array | None = None,
 ) -> Transfer | None:
-  """``reduce_replicas`` to launch alone or beside a matmul; ``None`` if there is nothing to add.
+  """A description of ``reduce_replicas`` that ``*_beside`` takes; ``None``: nothing to add.
 
-  Its result is that of ``reduce_replicas``, and so is its default tuning. ``work`` is the list of
-  ``transfer_lists`` if there is one.
+  Launched alone or beside a matmul, its result is that of ``reduce_replicas``, and so is
+  its default tuning. ``work`` is the list of ``transfer_lists`` if there is one.
   """
   replicas, homes = list(replicas), list(homes)
   _check(replicas, homes, replica_expert_GS, parent_GS, axis_name)

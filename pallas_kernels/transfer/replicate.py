@@ -74,7 +74,7 @@ def replicate(
   """Fills every rank's replica slots with copies of their experts' arrays, bit for bit.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
-  (see ``support.why_unsupported``). One kernel moves all arrays. The ranks that send push tiles
+  (see ``support.why_unreachable``). One kernel moves all arrays. The ranks that send push tiles
   into the slots of the receivers; a rank that forwards an expert sends each run of a few tiles on
   as soon as it has landed in its own slot. A tile is read once per rank, however many copies it
   feeds. When the kernel returns on a rank, that rank's slots are complete.
@@ -137,11 +137,12 @@ def replication(
   flat: bool = True,
   work: Array | None = None,
 ) -> Transfer | None:
-  """``replicate`` to launch alone or beside a matmul; ``None`` if there is nothing to send.
+  """A description of ``replicate`` that ``*_beside`` takes; ``None`` if there is nothing to send.
 
-  Its result is that of ``replicate``. Not ``flat``, the results in the kernel have the shapes of
-  the arrays, so that a matmul beside can read a slot as soon as its semaphore counts all workers.
-  ``work`` is the list of ``transfer_lists`` if there is one; ``home_rows_G`` then tells nothing.
+  Launched alone or beside a matmul, its result is that of ``replicate``. Not ``flat``, the
+  results in the kernel have the shapes of the arrays, so that a matmul beside can read a slot as
+  soon as its semaphore counts all workers. ``work`` is the list of ``transfer_lists`` if there is
+  one; ``home_rows_G`` then tells nothing.
   """
   arrays = list(arrays)
   trees.check("arrays", arrays, replica_expert_GS, parent_GS, axis_name)

@@ -5,7 +5,7 @@ _UNIT = 4  # scales of 16 bytes, the unit of bulk copies
 
 
 def num_scales(width: int) -> int:
-  """B, the scales of a row of ``width`` values: one for each 128, and up to a multiple of 4.
+  """How many float32 scales a row of ``width`` values has: one for each 128, in multiples of 4.
 
   >>> num_scales(4096), num_scales(200)
   (32, 4)

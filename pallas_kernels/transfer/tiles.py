@@ -225,7 +225,7 @@ class Arrivals:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-  """A transfer that is not launched yet: alone, or in the first blocks of another kernel.
+  """A transfer not launched yet: alone, or by the functions ``*_beside``, in a matmul's kernel.
 
   In another kernel it takes a few SMs for as long as it lasts, and the links are busy while the
   rest of the GPU computes. XLA runs kernels one after the other, so this is how they overlap.
