@@ -23,10 +23,10 @@ class BalanceConfig:
 
   Attributes:
     replica_slots: S, copies of other ranks' experts that a rank can hold; 0 balances nothing.
-      ``"auto"``: ``M (G - 1) / G``, rounded up, which reach exact balance of every load, so that
-      no load needs a second round where the layer plans. A layer takes fewer if these and their
-      gradients, which live while the layer runs, would take more than an eighth of the device's
-      memory.
+      ``"auto"``: ``M (G - 1) / G`` of a domain's G ranks, rounded up, which reach exact balance
+      of every load there. In one domain no load then needs a second round where the layer plans
+      (``planning/fit.py``). A layer takes fewer if these and their gradients, which live while
+      the layer runs, would take more than an eighth of the device's memory.
     strategy: ``"quota"`` (balance on the exact load), ``"none"``, ``"exact"`` (no rank above the
       mean; needs slots that suffice for every load), ``"eplb+"`` (replicas by load, equal
       shares), ``"ideal"`` (overrides the router to equal loads, for measuring only), a planner
@@ -39,10 +39,10 @@ class BalanceConfig:
       reach it, e.g. 1.01. ``None``: as low as possible.
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.
     capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
-      multiple of eight; a busier rank takes more rounds, nothing is dropped. By time, a plan that
-      fits is taken first, whatever its copies cost. ``"auto"``: 1.25, and more for smaller
-      batches, where copies that only make a plan fit would cost more than they spare
-      (``planning/capacity.py``).
+      multiple of 8, or of 64 from 1024 rows on. A busier rank takes more rounds, and nothing is
+      dropped. By time, a plan that fits is taken first, whatever its copies cost. ``"auto"``:
+      1.25, and more for smaller batches, where copies that only make a plan fit would cost more
+      than they spare (``planning/capacity.py``).
     domain_size: ranks among which copies of experts are made; they never leave a domain. Domains
       are contiguous. ``"auto"``: the ranks of a node; all of them for a planner that is called
       without a mesh. ``None``: all ranks are one domain.
@@ -72,6 +72,12 @@ class BalanceConfig:
   Raises:
     ValueError: a value is outside its range.
     TypeError: a value has the wrong type.
+
+  >>> BalanceConfig(replica_slots=2, objective="balance").strategy
+  'quota'
+  >>> BalanceConfig(target=0.5)
+  Traceback (most recent call last):
+  ValueError: target: expected a finite number of at least 1, got 0.5
   """
 
   replica_slots: int | Literal["auto"] = "auto"
@@ -146,6 +152,27 @@ class Strategy(NamedTuple):
       each other for ever.
     reassign: ``(expert_index_TK, rank, num_experts, num_ranks) -> expert_index_TK``, replaces
       the router's choice before loads are counted. ``None``: the choice stands.
+
+  One of your own that needs no ``reassign`` is just a planner. This one lets rank 1 serve half of
+  expert 0, whose home is rank 0:
+
+  >>> import jax.numpy as jnp
+  >>> import ultraep_jax as uep
+  >>> def halve(load_GE, config, cost=None):
+  ...   quota_EG = jnp.zeros(load_GE.shape[::-1], jnp.int32)
+  ...   load_E, expert_E = load_GE.sum(axis=0), jnp.arange(load_GE.shape[1])
+  ...   quota_EG = quota_EG.at[expert_E, expert_E // 2].set(load_E)
+  ...   given = load_E[0] // 2
+  ...   quota_EG = quota_EG.at[0].add(jnp.stack([-given, given]))
+  ...   expert_GS = jnp.array([[-1], [0]], jnp.int32)  # rank 1 has a copy of expert 0,
+  ...   parent_GS = jnp.array([[-1], [0]], jnp.int32)  # which rank 0 sends
+  ...   return uep.Plan(expert_GS, quota_EG, parent_GS)
+  >>> config = uep.BalanceConfig(replica_slots=1, strategy=halve)
+  >>> load_GE = jnp.array([[4, 1, 0, 0], [4, 1, 0, 0]])
+  >>> plan = uep.strategies.resolve(config.strategy).plan(load_GE, config, None)
+  >>> uep.testing.assert_legal_plan(plan, load_GE, config)
+  >>> plan
+  Plan(2 ranks, 4 experts, 1 slot: 1 copy, busiest / mean rank 1.20)
   """
 
   name: str

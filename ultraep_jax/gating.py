@@ -33,8 +33,8 @@ class GatingConfig:
   - DeepSeek-V3: ``scoring="sigmoid"``, ``use_selection_bias=True``, ``routed_scaling=2.5``,
     ``num_expert_groups=8``, ``topk_groups=4``.
   - DeepSeek-V4: ``scoring="sqrt_softplus"``, ``use_selection_bias=True``, ``routed_scaling=1.5``.
-    Its first layers have no bias and choose by the token (hash routing): ``gate``, or the module,
-    gets the choices ``table_VK[token_T]``.
+    Its first layers have no bias and choose by the token (hash routing): pass the choices
+    ``table_VK[token_T]`` as ``expert_index`` to the module.
 
   Attributes:
     num_experts: E, logical experts.
@@ -53,6 +53,13 @@ class GatingConfig:
   Raises:
     ValueError: a value is outside its range, or groups do not fit the experts.
     TypeError: a value has the wrong type.
+
+  >>> mixtral = GatingConfig(num_experts=8, num_experts_per_tok=2)
+  >>> mixtral.scoring, mixtral.normalize_topk
+  ('softmax', True)
+  >>> GatingConfig(num_experts=8, num_experts_per_tok=4, num_expert_groups=4, topk_groups=1)
+  Traceback (most recent call last):
+  ValueError: num_experts_per_tok: expected at most 2, got 4
   """
 
   num_experts: int

@@ -28,7 +28,7 @@ from ultraep_jax.types import Array, AxisName, Layout
 
 
 class MoE(nn.Module):
-  """A mixture of gated experts, balanced on the exact load of every call.
+  """A mixture of experts, gated or not, balanced on the exact load of every call.
 
   Attributes are the arguments of ``ultraep_jax.nnx.MoE``, which describes them, and parameters
   have the names and shapes of its own, boxed in ``nn.Partitioned``.

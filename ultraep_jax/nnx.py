@@ -28,22 +28,22 @@ class SelectionBias(nnx.Variable):
 
 
 class MoE(nnx.Module):
-  """A mixture of gated experts, balanced on the exact load of every call.
+  """A mixture of experts, gated or not, balanced on the exact load of every call.
 
   The output equals that of a dense mixture; only where the work happens changes. Parameters:
 
-  | name                                            | shape          | sharding          |
-  |-------------------------------------------------|----------------|-------------------|
-  | ``router`` (always float32)                     | ``[D, E]``     | replicated        |
-  | ``router_bias`` (always float32)                | ``[E]``        | replicated        |
-  | ``wi_gate``, ``wi_up``                          | ``[E, D, F]``  | E over ``expert`` |
-  | ``wo``                                          | ``[E, F, D]``  | E over ``expert`` |
-  | ``shared_wi_gate``, ``shared_wi_up``            | ``[D, n * F]`` | replicated        |
-  | ``shared_wo``                                   | ``[n * F, D]`` | replicated        |
-  | ``shared_gate``                                 | ``[D, 1]``     | replicated        |
-  | ``latent_down``                                 | ``[D, L]``     | replicated        |
-  | ``latent_up``                                   | ``[L, D]``     | replicated        |
-  | ``selection_bias`` (``SelectionBias``, float32) | ``[E]``        | replicated        |
+  | name                                            | shape          | sharding             |
+  |-------------------------------------------------|----------------|----------------------|
+  | ``router`` (always float32)                     | ``[D, E]``     | replicated           |
+  | ``router_bias`` (always float32)                | ``[E]``        | replicated           |
+  | ``wi_gate``, ``wi_up``                          | ``[E, D, F]``  | E over ``axis_name`` |
+  | ``wo``                                          | ``[E, F, D]``  | E over ``axis_name`` |
+  | ``shared_wi_gate``, ``shared_wi_up``            | ``[D, n * F]`` | replicated           |
+  | ``shared_wo``                                   | ``[n * F, D]`` | replicated           |
+  | ``shared_gate``                                 | ``[D, 1]``     | replicated           |
+  | ``latent_down``                                 | ``[D, L]``     | replicated           |
+  | ``latent_up``                                   | ``[L, D]``     | replicated           |
+  | ``selection_bias`` (``SelectionBias``, float32) | ``[E]``        | replicated           |
 
   The shared ones exist with n = ``num_shared_experts`` > 0, ``shared_gate`` with
   ``use_shared_gate``, ``router_bias`` with ``use_router_bias``, the latent ones with L =

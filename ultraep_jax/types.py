@@ -52,9 +52,11 @@ class ExpertWeights(struct.PyTreeNode):
   """Parameters of experts, each ``wo(unit(x wi_gate, x wi_up))`` or, ungated, ``wo(act(x wi))``.
 
   ``ExpertWeights(wi_gate, wi_up, wo)``, ``ExpertWeights.fused(wi, wo)`` and
-  ``ExpertWeights.ungated(wi, wo)`` make them; biases are optional. What is between the matrices is
-  the layer's ``activation``. The leading axis is M inside ``shard_map`` and E on global arrays.
-  A pytree of its arrays, of which ``replace`` makes another. Checkpoints hold the arrays alone.
+  ``ExpertWeights.ungated(wi, wo)`` make them; biases are optional. ``act`` is the layer's
+  ``activation``, a function of one projection, and ``unit(gate, up)`` is ``act(gate) * up``; or
+  the activation is a ``GatedUnit``, and ``unit`` is that. The leading axis is M inside
+  ``shard_map`` and E on global arrays. A pytree of its arrays, of which ``replace`` makes another.
+  Checkpoints hold the arrays alone.
 
   Attributes:
     wi_gate: ``[M, D, F]``; ``None`` if it is in ``wi``, or there is none.
@@ -66,6 +68,11 @@ class ExpertWeights(struct.PyTreeNode):
     wi: ``[M, D, 2F]``, or ``[M, D, F]`` of experts that are not gated; else ``None``.
     wi_bias: of as many columns as ``wi``, or ``None``.
     layout: which of ``wi_gate``, ``wi_up`` and ``wi`` there are, and how ``wi`` holds both.
+
+  >>> wi, wo = jnp.ones((4, 8, 2 * 16)), jnp.ones((4, 16, 8))  # 4 experts, D = 8, F = 16
+  >>> weights = ExpertWeights.fused(wi, wo)
+  >>> weights.layout.value, weights.expert_size
+  ('fused', 384)
   """
 
   wi_gate: Array | None
@@ -204,9 +211,10 @@ class PlanCost(NamedTuple):
     copy_rows: rows whose matmuls take as long as sending one expert's weights delays a layer.
     capacity_rows: rows that a rank computes in one round. A plan that fits comes before any that
       does not, whatever its copies cost.
-    link_rows: rows whose matmuls take as long as one expert's weights travel beside them. With
-      gradients also those of which certain matmuls of backward take as long as a part of it
-      travels, weights or gradients; the most counts. A layer takes no less than its copies travel.
+    link_rows: rows whose matmuls take as long as one copy is on its way. Copies travel beside
+      matmuls, so a layer takes no less than they travel. Where gradients are taken, some matmuls of
+      backward each have to hide a part of the copy, or of its gradient. The part that needs most
+      rows for that counts, if it needs more than the whole.
     group_rows: rows whose matmuls take as long as one group more for the same rows: reading an
       expert's weights, and what its last tile lacks. An expert with rows is a group at home, unless
       copies serve all of them, and one in each of its copies. It counts as less where a domain's
@@ -224,7 +232,7 @@ class Routes(NamedTuple):
 
   Attributes:
     dest_TK: ``[T, K]`` int32, the rank that computes the assignment, −1 if masked.
-    row_TK: ``[T, K]`` int32, its row on that rank, counted over all rounds; row
+    row_TK: ``[T, K]`` int32, its row on that rank, numbered across rounds: row
       ``r`` is computed in round ``r // C``. 0 if masked.
     group_size_P: ``[P]`` int32, rows of each slot on *this* rank. Rows are grouped by slot,
       then by source rank, then in the order of the source's assignments.
@@ -253,7 +261,8 @@ class LayerStats(NamedTuple):
     masked: ``[]`` int32, assignments with index −1.
     invalid: ``[]`` int32, assignments with an index below −1 or at least E, treated as masked.
     replica_expert_GS: ``[G, S]`` int32, the expert whose copy fills the slot, −1 if empty; S of
-      the plan, 0 where nothing can be balanced.
+      the configuration, also where nothing is planned. It is 0 for strategies ``"none"`` and
+      ``"ideal"``, and for ``replica_slots="auto"`` where a domain is one rank.
     replica_parent_GS: ``[G, S]`` int32, the rank that sends the slot its copy along the plan's
       trees, −1 if empty.
     replica_load_GS: ``[G, S]`` int32, assignments that the plan gives the slot; of an expert's

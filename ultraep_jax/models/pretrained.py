@@ -30,7 +30,7 @@ def load(
   """Loads a folder as it is on the Hugging Face Hub, onto the mesh in context.
 
   Every process reads the bytes that its own devices hold, straight into their shards. The folder
-  has ``config.json`` and safetensors; block-scaled FP8 weights become ``param_dtype``.
+  has ``config.json`` and safetensors; block-scaled FP8 and MXFP4 weights become ``param_dtype``.
 
   Args:
     folder: of the checkpoint.

@@ -108,7 +108,7 @@ def simulate(
       steps.
     setting: model, machine and sizes.
     strategies: names of ``balancers.NAMES``.
-    target: of the quota planner with ``objective="balance"``: the fewest copies that end there.
+    target: of the quota planner: the fewest copies that end there.
     period: batches between rearrangements, of strategies with a history.
     decay: of the history, for each batch.
 
@@ -118,6 +118,16 @@ def simulate(
   Raises:
     ValueError: loads of another shape than the setting's, negative, not integers or none, or an
       unknown strategy.
+
+  >>> from ultraep_jax import simulate as sim, testing
+  >>> model, device = sim.MODELS["Qwen3-235B"], sim.Device.load("h200")
+  >>> setting = sim.Setting(model=model, device=device, num_ranks=4, domain_size=4)
+  >>> load_GE = testing.zipf_loads(0, 128, 4, tokens=8192, top_k=8, ratio=2.0)
+  >>> outcomes = sim.simulate(load_GE[None, None], setting, ("none", "ideal"))
+  >>> {name: f"{outcome.imbalance.mean():.2f}" for name, outcome in outcomes.items()}
+  {'none': '2.00', 'ideal': '1.00'}
+  >>> sim.share_of_ideal(outcomes["none"], outcomes["ideal"]) < 1
+  True
   """
   made = [make_balancer(name, setting, target, period, decay) for name in strategies]
   states: list[Any] = [None] * len(made)
