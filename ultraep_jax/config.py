@@ -3,7 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from ultraep_jax.devices.device import Device
 from ultraep_jax.types import Array, Plan, PlanCost
@@ -20,6 +22,8 @@ _MOST_SLOTS = 2**16  # more than any model's experts; with the ranks, an int32 c
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
   """How a layer balances its experts. Hashable, so it can be a static argument of ``jax.jit``.
+
+  NumPy's numbers become Python's.
 
   Attributes:
     replica_slots: S, copies of other ranks' experts that a rank can hold; 0 balances nothing.
@@ -96,6 +100,7 @@ class BalanceConfig:
   device: Device | None = None
 
   def __post_init__(self) -> None:
+    as_python_numbers(self)
     if self.replica_slots != "auto":
       check_int("replica_slots", self.replica_slots, minimum=0, maximum=_MOST_SLOTS)
     check_int("min_tokens_per_replica", self.min_tokens_per_replica, minimum=1)
@@ -105,10 +110,7 @@ class BalanceConfig:
       check_int("node_size", self.node_size, minimum=1)
     if self.copy_rows is not None:
       check_int("copy_rows", self.copy_rows, minimum=0)
-    if not isinstance(self.batch_invariant, bool):
-      raise TypeError(
-        f"batch_invariant: expected a bool, got {type(self.batch_invariant).__name__}"
-      )
+    check_type("batch_invariant", self.batch_invariant, bool)
     if self.capacity_factor != "auto":
       check_factor("capacity_factor", self.capacity_factor)
     if self.target is not None:
@@ -178,6 +180,23 @@ class Strategy(NamedTuple):
   name: str
   plan: Planner
   reassign: Reassign | None = None
+
+
+def as_python_numbers(config: Any) -> None:
+  """Makes Python's numbers of NumPy's in a frozen dataclass, tuples of them included."""
+  for field in dataclasses.fields(config):
+    object.__setattr__(config, field.name, _as_python(getattr(config, field.name)))
+
+
+def _as_python(value: Any) -> Any:
+  if isinstance(value, np.integer | np.floating):
+    return value.item()
+  return tuple(map(_as_python, value)) if type(value) is tuple else value
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+  if not isinstance(value, kind):
+    raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
 
 
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> None:

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 
 import pallas_kernels as kernels
 from ultraep_jax import implementation as implementation_lib
-from ultraep_jax.config import Implementation, check_choice, check_int
+from ultraep_jax.config import (
+  Implementation,
+  as_python_numbers,
+  check_choice,
+  check_int,
+  check_type,
+)
 from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array
 
@@ -24,7 +30,7 @@ _TINY = 1e-20  # added to a sum of scores, which may all be 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatingConfig:
-  """How a router turns logits into experts and gates. Hashable.
+  """How a router turns logits into experts and gates. Hashable; NumPy's numbers become Python's.
 
   - Mixtral, Qwen3, GPT-OSS: the defaults (a softmax over the chosen logits alone is the same).
   - OLMoE, Qwen2-MoE: ``normalize_topk=False``.
@@ -73,12 +79,12 @@ class GatingConfig:
   round_logits: bool = False
 
   def __post_init__(self) -> None:
+    as_python_numbers(self)
     for name in ("num_experts", "num_experts_per_tok", "num_expert_groups", "topk_groups"):
       check_int(name, getattr(self, name), minimum=1)
     check_choice("scoring", self.scoring, get_args(Scoring))
     for name in ("normalize_topk", "use_selection_bias", "round_logits"):
-      if not isinstance(getattr(self, name), bool):
-        raise TypeError(f"{name}: expected a bool, got {type(getattr(self, name)).__name__}")
+      check_type(name, getattr(self, name), bool)
     _check_scaling(self.routed_scaling)
     _check_groups(self)
 
@@ -336,8 +342,11 @@ def _check_groups(config: GatingConfig) -> None:
     raise ValueError(f"topk_groups: expected at most {groups}, got {config.topk_groups}")
   reachable = config.topk_groups * (experts // groups)
   if config.num_experts_per_tok > reachable:
+    limit = ""
+    if reachable < experts:
+      limit = f" (topk_groups={config.topk_groups} of groups of {experts // groups} experts)"
     raise ValueError(
-      f"num_experts_per_tok: expected at most {reachable}, got {config.num_experts_per_tok}"
+      f"num_experts_per_tok: expected at most {reachable}{limit}, got {config.num_experts_per_tok}"
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
@@ -235,6 +236,16 @@ CONFIGS = {
     TypeError,
     "batch_invariant: expected a bool, got int",
   ),
+  "a NumPy bool for an int": (
+    {"copy_rows": np.bool_(True)},
+    TypeError,
+    "copy_rows: expected an int, got bool",
+  ),
+  "a NumPy float for an int": (
+    {"copy_rows": np.float32(2)},
+    TypeError,
+    "copy_rows: expected an int, got float",
+  ),
   "negative cost": ({"copy_rows": -1}, ValueError, "copy_rows: expected at least 0, got -1"),
   "unknown objective": ({"objective": "speed"}, ValueError, "objective: expected one of"),
   "unknown strategy": ({"strategy": "best"}, ValueError, "strategy: expected one of"),
@@ -262,6 +273,16 @@ def test_config_rejects(name):
   changes, error, message = CONFIGS[name]
   with pytest.raises(error, match=message):
     uep.BalanceConfig(**changes)
+
+
+def test_config_takes_numbers_of_numpy():
+  config = uep.BalanceConfig(
+    replica_slots=np.int64(2),  # pyright: ignore[reportArgumentType]
+    capacity_factor=np.float32(1.5),  # pyright: ignore[reportArgumentType]
+  )
+  same = uep.BalanceConfig(replica_slots=2, capacity_factor=1.5)
+  assert config == same and hash(config) == hash(same)
+  assert (type(config.replica_slots), type(config.capacity_factor)) == (int, float)
 
 
 def test_kernels_asked_for_by_name_say_what_they_cannot_do():

@@ -402,13 +402,20 @@ def test_bias_updates_balance_a_skewed_router():
     (
       {"num_expert_groups": 4, "topk_groups": 1, "num_experts_per_tok": 3},
       ValueError,
-      "num_experts_per_tok: expected at most 2, got 3",
+      r"num_experts_per_tok: expected at most 2 \(topk_groups=1 of groups of 2 experts\), got 3",
     ),
   ],
 )
 def test_config_rejects(fields, error, message):
   with pytest.raises(error, match=message):
     GatingConfig(**{"num_experts": 8, "num_experts_per_tok": 2, **fields})
+
+
+def test_config_takes_numbers_of_numpy():
+  sizes = {"num_experts": np.int32(8), "num_experts_per_tok": np.uint8(2)}
+  config = GatingConfig(**sizes, routed_scaling=np.float64(2.5))
+  assert config == GatingConfig(num_experts=8, num_experts_per_tok=2, routed_scaling=2.5)
+  assert {type(config.num_experts), type(config.routed_scaling)} == {int, float}
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def test_what_cannot_run_is_refused_at_submit(engine):
     ([-1], ValueError, r"expected values in \[0, 40\), got -1"),
     ([[1]], ValueError, "expected one axis"),
     ([1.0], TypeError, "expected integers, got float64"),
+    (None, TypeError, "expected a sequence or an array of integers, got NoneType"),
+    ("abc", TypeError, "expected a sequence or an array of integers, got str"),
     (np.ones(2, bool), TypeError, "expected integers, got bool"),
   ):
     with pytest.raises(error, match=message):

@@ -141,7 +141,8 @@ def test_those_that_overtake_put_nobody_into_a_later_batch(problem):
   [
     ({"buckets": (16, 8)}, ValueError, "buckets: expected ascending sizes"),
     ({"buckets": (12,)}, ValueError, "buckets: expected multiples of 8, got 12"),
-    ({"buckets": ()}, TypeError, "buckets: expected a tuple of ints"),
+    ({"buckets": ()}, ValueError, r"buckets: expected at least one size, got \(\)"),
+    ({"buckets": (8, True)}, TypeError, "buckets: expected an int, got bool"),
     ({"buckets": [8]}, TypeError, "buckets: expected a tuple of ints"),
     ({"max_requests": 0}, ValueError, "max_requests: expected at least 1, got 0"),
     ({"queue_limit": 1.5}, TypeError, "queue_limit: expected an int, got float"),
@@ -151,3 +152,9 @@ def test_those_that_overtake_put_nobody_into_a_later_batch(problem):
 def test_config_says_what_is_wrong(values, error, message):
   with pytest.raises(error, match=message):
     EngineConfig(**{"buckets": (8, 16), "alignment": 8} | values)
+
+
+def test_config_takes_numbers_of_numpy():
+  config = EngineConfig(buckets=tuple(np.array([8, 16])), alignment=np.int32(8))
+  assert config == EngineConfig(buckets=(8, 16), alignment=8)
+  assert {type(size) for size in (*config.buckets, config.alignment)} == {int}

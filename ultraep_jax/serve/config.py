@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from ultraep_jax.config import check_int
+from ultraep_jax.config import as_python_numbers, check_int, check_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-  """How requests become batches.
+  """How requests become batches. NumPy's numbers become Python's.
 
   Attributes:
     buckets: T, token budgets of a row, ascending. Each is one compiled program; a batch runs in
@@ -32,13 +32,15 @@ class EngineConfig:
   return_logits: bool = False
 
   def __post_init__(self) -> None:
+    as_python_numbers(self)
     for name in ("alignment", "max_requests", "queue_limit"):
       check_int(name, getattr(self, name), minimum=1)
     for name in ("return_cache", "return_logits"):
-      if not isinstance(getattr(self, name), bool):
-        raise TypeError(f"{name}: expected a bool, got {type(getattr(self, name)).__name__}")
-    if not isinstance(self.buckets, tuple) or not self.buckets:
+      check_type(name, getattr(self, name), bool)
+    if not isinstance(self.buckets, tuple):
       raise TypeError(f"buckets: expected a tuple of ints, got {self.buckets!r}")
+    if not self.buckets:
+      raise ValueError("buckets: expected at least one size, got ()")
     for bucket in self.buckets:
       check_int("buckets", bucket, minimum=1)
       if bucket % self.alignment:

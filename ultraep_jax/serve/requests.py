@@ -62,10 +62,14 @@ def check_prompt(tokens: Sequence[int] | np.ndarray, vocab_size: int, longest: i
   """A copy of the prompt, ``[n]`` int32.
 
   Raises:
-    TypeError: not integers.
+    TypeError: not integers, or none in a sequence or an array.
     ValueError: not one axis, empty, longer than ``longest``, or a token outside the vocabulary.
   """
   given = np.asarray(tokens)
+  if not given.ndim:
+    raise TypeError(
+      f"tokens: expected a sequence or an array of integers, got {type(tokens).__name__}"
+    )
   if given.ndim != 1:
     raise ValueError(f"tokens: expected one axis, got shape {given.shape}")
   if not given.size:
