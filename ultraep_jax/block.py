@@ -46,7 +46,7 @@ class Block(NamedTuple):
   activation: Activation
   dtype: DTypeLike | None
   axis_name: AxisName
-  token_axes: tuple[str, ...] | None
+  token_axes: AxisName | None
   layout: Layout = Layout.APART
 
 

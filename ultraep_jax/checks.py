@@ -234,9 +234,10 @@ def check_inner_axis(
   """Raises ValueError unless F can be divided over a mesh axis that no token is divided over."""
   others = tuple(axis for axis in mesh.axis_names if axis not in token_axes)
   if inner_axis not in others:
-    raise ValueError(
-      f"inner_axis: expected a mesh axis of {others}, those without tokens, got {inner_axis!r}"
-    )
+    expected = f"a mesh axis of {others}, those without tokens"
+    if not others:
+      expected = f"None, as tokens are on every mesh axis of {mesh.axis_names}"
+    raise ValueError(f"inner_axis: expected {expected}, got {inner_axis!r}")
   if weights.layout is Layout.FUSED:
     raise ValueError(
       "weights.layout: expected one whose columns can be divided (apart, interleaved or ungated) "

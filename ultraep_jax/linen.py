@@ -59,7 +59,7 @@ class MoE(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   kernel_init: Initializer = DEFAULT_INIT
   axis_name: AxisName = "expert"
-  token_axes: tuple[str, ...] | None = None
+  token_axes: AxisName | None = None
   layout: str = "apart"
   use_bias: bool = False
   use_shared_gate: bool = False

@@ -5,6 +5,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,12 @@ from ultraep_jax.types import Array, AxisName
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-  """The mesh axes that make up one."""
-  return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+def axes_of(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
+  """The mesh axes that make up one; TypeError, with the argument's name, if they cannot."""
+  axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+  if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
+    raise TypeError(f"{name}: expected a str or a tuple of them, got {axis_name!r}")
+  return axes
 
 
 def axis_size(mesh: Mesh, axis_name: AxisName) -> int:
@@ -66,6 +70,7 @@ def resolve_token_axes(
 
   Raises:
     ValueError: the mesh does not have the axes, or other kinds of axes than all Auto or Explicit.
+    TypeError: no mesh, or no names of axes.
   """
   check_axis_name(mesh, axis_name)
   if AxisType.Manual in mesh.axis_types:
@@ -76,19 +81,28 @@ def resolve_token_axes(
     raise ValueError(f"mesh: expected all axes Auto or all Explicit, got {mesh}")
   axes = axes_of(axis_name)
   if token_axes is None:
-    token_axes = [axis for axis in ("data",) if axis in mesh.axis_names and axis not in axes]
-    token_axes += axes
-  if not set(axes) <= set(token_axes) <= set(mesh.axis_names):
+    data = [axis for axis in ("data",) if axis in mesh.axis_names and axis not in axes]
+    return *data, *axes
+  given: Any = tuple(token_axes) if isinstance(token_axes, list) else token_axes
+  found = axes_of(given, "token_axes")
+  if not set(axes) <= set(found) <= set(mesh.axis_names) or len(set(found)) < len(found):
     raise ValueError(
-      f"token_axes: expected axes of {mesh.axis_names} with {axis_name!r} among them, "
-      f"got {tuple(token_axes)}"
+      f"token_axes: expected distinct axes of {mesh.axis_names} with {axis_name!r} among them, "
+      f"got {found}"
     )
-  return tuple(token_axes)
+  return found
 
 
 def check_axis_name(mesh: Mesh, axis_name: AxisName) -> None:
-  """Raises ValueError unless the mesh has the experts' axis, or the axes, in its own order."""
+  """Raises unless the mesh has the experts' axis, or the axes, in its own order.
+
+  Raises:
+    ValueError: it has not.
+    TypeError: no mesh, or no names of axes.
+  """
   axes = axes_of(axis_name)
+  if not isinstance(mesh, Mesh):
+    raise TypeError(f"mesh: expected a Mesh, got {type(mesh).__name__}")
   if mesh.empty:
     raise ValueError(
       f"mesh: expected a mesh with axis {axis_name!r} in context (jax.set_mesh) or as mesh=, got "

@@ -94,7 +94,7 @@ class MoE(nnx.Module):
     param_dtype: DTypeLike = jnp.float32,
     kernel_init: Initializer = DEFAULT_INIT,
     axis_name: AxisName = "expert",
-    token_axes: tuple[str, ...] | None = None,
+    token_axes: AxisName | None = None,
     layout: str = "apart",
     use_bias: bool = False,
     use_shared_gate: bool = False,
@@ -114,9 +114,9 @@ class MoE(nnx.Module):
       dtype: of the computation; ``None``: that of the input. The router computes in float32.
       param_dtype: of all parameters but the router.
       kernel_init: makes one ``[in, out]`` matrix; called per expert with its own key.
-      axis_name: mesh axis of the experts.
-      token_axes: mesh axes that divide the first axis of the input; ``None``: ``"data"`` where
-        the mesh has it, then ``axis_name``.
+      axis_name: mesh axis of the experts, or a tuple of several.
+      token_axes: mesh axes, or the one, that divide the first axis of the input; ``None``:
+        ``"data"`` where the mesh has it, then ``axis_name``.
       layout: ``"apart"``, ``"fused"``, ``"interleaved"`` or ``"ungated"``; see ``types.Layout``.
       use_bias: whether experts, shared ones too, have biases.
       use_shared_gate: whether a token's shared experts count ``sigmoid(x shared_gate)`` times.

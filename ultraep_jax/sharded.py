@@ -45,8 +45,9 @@ def sharded_moe(
     weights: of all E experts, in any form, sharded over ``axis_name``.
     config: how to balance.
     axis_name: the mesh axis of the experts, or a tuple of several.
-    token_axes: mesh axes that N is sharded over, the experts' axis among them. ``None``:
-      ``"data"``, if the mesh has it, then ``axis_name``. The layer is replicated over others.
+    token_axes: mesh axes, or the one, that N is sharded over, the experts' axis among them.
+      ``None``: ``"data"``, if the mesh has it, then ``axis_name``. The layer is replicated over
+      others.
     activation: as for ``moe``.
     inner_axis: a mesh axis, none of the tokens', that weights' F is sharded over as well: each of
       its positions computes all tokens with its part of F, and results are added up.
@@ -58,7 +59,7 @@ def sharded_moe(
 
   Raises:
     ValueError: shapes, sizes or mesh axes do not fit, or a concrete index is out of range.
-    TypeError: a dtype is wrong.
+    TypeError: a type or a dtype is wrong.
 
   >>> import jax, jax.numpy as jnp
   >>> weights = ExpertWeights(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 8)), jnp.ones((2, 8, 4)))

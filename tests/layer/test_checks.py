@@ -164,7 +164,38 @@ WRONG = {
   "token axes without the experts'": (
     {"token_axes": ()},
     ValueError,
-    "token_axes: expected axes of",
+    "token_axes: expected distinct axes of",
+  ),
+  "token axes twice": (
+    {"token_axes": ("expert", "expert")},
+    ValueError,
+    r"token_axes: expected distinct axes of \('expert',\).*, got \('expert', 'expert'\)",
+  ),
+  "one token axis of another name": (
+    {"token_axes": "data"},
+    ValueError,
+    r"token_axes: expected distinct axes of .* with 'expert' among them, got \('data',\)",
+  ),
+  "a number for token axes": (
+    {"token_axes": 3},
+    TypeError,
+    "token_axes: expected a str or a tuple of them, got 3",
+  ),
+  "a list of axes": (
+    {"axis_name": ["data", "expert"]},
+    TypeError,
+    r"axis_name: expected a str or a tuple of them, got \['data', 'expert'\]",
+  ),
+  "no axis": (
+    {"axis_name": None},
+    TypeError,
+    "axis_name: expected a str or a tuple of them, got None",
+  ),
+  "a number for a mesh": ({"mesh": 3}, TypeError, "mesh: expected a Mesh, got int"),
+  "an inner axis where all have tokens": (
+    {"inner_axis": "expert"},
+    ValueError,
+    r"inner_axis: expected None, as tokens are on every mesh axis of \('expert',\), got 'expert'",
   ),
   "domains that do not divide": (
     {"config": dataclasses.replace(CONFIG, domain_size=3)},
@@ -187,9 +218,10 @@ def test_sharded_moe_rejects(name):
     uep.sharded_moe(**call)
 
 
-def test_the_unchanged_call_is_right():
+@pytest.mark.parametrize("token_axes", [None, "expert", ["expert"]])
+def test_the_unchanged_call_is_right(token_axes):
   with jax.set_mesh(mesh()):
-    y, _ = uep.sharded_moe(**arguments())
+    y, _ = uep.sharded_moe(**arguments(), token_axes=token_axes)
   assert y.shape == (N, D)
 
 

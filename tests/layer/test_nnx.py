@@ -366,6 +366,7 @@ def test_a_mesh_is_required_with_the_axis():
       ValueError,
       "num_experts: expected a multiple of the 4 ranks of mesh axis 'expert', got 6",
     ),
+    ({"axis_name": None}, TypeError, "axis_name: expected a str or a tuple of them, got None"),
   ],
 )
 def test_construction_rejects(kwargs, error, message):
