@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ultraep_jax import activations
+from ultraep_jax import activations, checks
 from ultraep_jax import gating as gating_lib
 from ultraep_jax.activations import Activation
-from ultraep_jax.checks import check_config, check_divides
-from ultraep_jax.config import BalanceConfig, Implementation, check_choice, check_int
+from ultraep_jax.config import BalanceConfig, Implementation, check_choice, check_int, check_type
 from ultraep_jax.gating import Gating, GatingConfig
 from ultraep_jax.mesh import (
   axis_size,
@@ -104,7 +103,7 @@ def measured_block(
 ) -> tuple[Array, Routed, Measured]:
   """``apply_moe``, with what ``layer_stats`` makes its statistics of."""
   gating, config, activation, dtype, axis_name, token_axes, layout = block
-  check_config(config)
+  checks.check_config(config)
   check_mesh(axis_name, gating.num_experts)
   _check_tokens(x, mask, params["router"].shape[0])
   if expert_index is not None:
@@ -114,7 +113,7 @@ def measured_block(
     x = jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
   mesh = jax.sharding.get_abstract_mesh()
   token_axes = resolve_token_axes(mesh, axis_name, token_axes)
-  check_divides(x, mesh, token_axes)
+  checks.check_divides(x, mesh, token_axes)
   router = _Router(params["router"], params.get("router_bias"), bias_E)
   routed = _route(x, router, mask, expert_index, gating, config.implementation, token_axes)
   y, measured = measured_sharded_moe(
@@ -231,8 +230,8 @@ def _choose(
       logits, gating, bias_E, mask, expert_index_TK=expert_index, implementation=implementation
     )
 
-  checks = checks_vma(jax.sharding.get_abstract_mesh(), token_axes)
-  return jax.shard_map(local, in_specs=(by_token, P()), out_specs=by_token, check_vma=checks)(
+  check_vma = checks_vma(jax.sharding.get_abstract_mesh(), token_axes)
+  return jax.shard_map(local, in_specs=(by_token, P()), out_specs=by_token, check_vma=check_vma)(
     of_tokens, bias_E
   )
 
@@ -292,12 +291,15 @@ def param_shapes(
 
   Raises:
     ValueError: a size out of range, an unknown layout, or a gate without shared experts.
-    TypeError: a size that is no int.
+    TypeError: a size that is no int, or a switch that is no bool.
   """
   check_int("embed_dim", embed_dim, minimum=1)
   check_int("expert_dim", expert_dim, minimum=1)
   check_int("num_shared_experts", num_shared_experts, minimum=0)
   check_choice("layout", layout, tuple(map(str, Layout)))
+  check_type("use_bias", use_bias, bool)
+  check_type("use_shared_gate", use_shared_gate, bool)
+  check_type("use_router_bias", use_router_bias, bool)
   if use_shared_gate and not num_shared_experts:
     raise ValueError("use_shared_gate: expected num_shared_experts of at least 1, got 0")
   shapes: dict[str, tuple[int, ...]] = {"router": (embed_dim, num_experts)}
@@ -360,6 +362,18 @@ def param_axes(
   return (first, *[None] * (len(shape) - 1))
 
 
+def check_arguments(
+  gating: Any, config: Any, activation: Any, dtype: Any, param_dtype: Any
+) -> None:
+  """Raises unless these arguments of ``MoE`` are what they should be."""
+  check_type("gating", gating, GatingConfig)
+  checks.check_config(config)
+  checks.check_function(activation)
+  if dtype is not None:
+    checks.as_compute_dtype("dtype", dtype, ", or None")
+  checks.as_compute_dtype("param_dtype", param_dtype)
+
+
 def check_mesh(axis_name: AxisName, num_experts: int) -> None:
   """Checks that the mesh in context can hold the experts.
 
@@ -382,7 +396,5 @@ def _check_tokens(x: Array, mask: Array | None, embed_dim: int) -> None:
     raise ValueError(f"x: expected shape [..., {embed_dim}] with token axes, got {x.shape}")
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"x: expected a float dtype, got {x.dtype}")
-  if mask is not None and mask.shape != x.shape[:-1]:
-    raise ValueError(f"mask: expected shape {x.shape[:-1]}, got {mask.shape}")
-  if mask is not None and mask.dtype != jnp.bool_:
-    raise TypeError(f"mask: expected dtype bool, got {mask.dtype}")
+  if mask is not None:
+    checks.check_array("mask", mask, x.shape[:-1], jnp.bool_)

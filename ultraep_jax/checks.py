@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ultraep_jax.activations import GatedUnit
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, check_type
 from ultraep_jax.mesh import Mesh, axis_size
 from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout, Plan
 
@@ -43,8 +43,7 @@ def check_config(config: object) -> None:
   """Raises unless ``config`` is a ``BalanceConfig`` that this version can run."""
   if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
     raise ValueError("jax_enable_x64: expected False (loads and rows are int32), got True")
-  if not isinstance(config, BalanceConfig):
-    raise TypeError(f"config: expected a BalanceConfig, got {type(config).__name__}")
+  check_type("config", config, BalanceConfig)
 
 
 def check_compute_dtype(name: str, value: Any) -> None:
@@ -137,6 +136,18 @@ def _check_one_array(name: str, value: Any) -> None:
   raise TypeError(f"weights.{name}: expected an array, got {type(value).__name__}{hint}")
 
 
+def check_function(activation: Any) -> None:
+  """Raises TypeError unless an activation is a function, or a ``GatedUnit`` of one, with a hash."""
+  function = activation.function if isinstance(activation, GatedUnit) else activation
+  if not callable(function):
+    raise TypeError(f"activation: expected a function, got {type(function).__name__}")
+  try:
+    hash(function)
+  except TypeError:
+    name = type(function).__name__
+    raise TypeError(f"activation: expected a function with a hash, got {name} without") from None
+
+
 def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dtype: Any) -> None:
   """Raises unless an activation suits the experts, keeps shapes and needs its arguments alone.
 
@@ -148,13 +159,7 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
   """
   gated = isinstance(activation, GatedUnit)
   function = activation.function if gated else activation
-  if not callable(function):
-    raise TypeError(f"activation: expected a function, got {type(function).__name__}")
-  try:
-    hash(function)
-  except TypeError:
-    name = type(function).__name__
-    raise TypeError(f"activation: expected a function with a hash, got {name} without") from None
+  check_function(activation)
   if gated and layout is Layout.UNGATED:
     raise TypeError("activation: expected a function of one argument (ungated), got a GatedUnit")
   arguments = [jax.ShapeDtypeStruct(shape, jnp.float32 if gated else dtype)] * (2 if gated else 1)

@@ -16,6 +16,7 @@ from ultraep_jax.block import (
   Initializer,
   MoEAux,
   apply_moe,
+  check_arguments,
   check_mesh,
   init_param,
   param_axes,
@@ -65,6 +66,10 @@ class MoE(nn.Module):
   use_shared_gate: bool = False
   use_router_bias: bool = False
   latent_dim: int | None = None
+
+  def __post_init__(self) -> None:
+    check_arguments(self.gating, self.config, self.activation, self.dtype, self.param_dtype)
+    super().__post_init__()
 
   @nn.compact
   def __call__(

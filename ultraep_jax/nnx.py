@@ -13,6 +13,7 @@ from ultraep_jax.block import (
   Initializer,
   MoEAux,
   apply_moe,
+  check_arguments,
   check_mesh,
   init_param,
   param_axes,
@@ -111,8 +112,9 @@ class MoE(nnx.Module):
       config: how the layer balances.
       num_shared_experts: n, experts that every token takes: one MLP of inner width n * F.
       activation: what is between the matrices of an expert; see ``moe``.
-      dtype: of the computation; ``None``: that of the input. The router computes in float32.
-      param_dtype: of all parameters but the router.
+      dtype: of the computation: bfloat16, float16 or float32; ``None``: that of the input. The
+        router computes in float32.
+      param_dtype: of all parameters but the router: one of the same.
       kernel_init: makes one ``[in, out]`` matrix; called per expert with its own key.
       axis_name: mesh axis of the experts, or a tuple of several.
       token_axes: mesh axes, or the one, that divide the first axis of the input; ``None``:
@@ -129,7 +131,9 @@ class MoE(nnx.Module):
     Raises:
       ValueError: no mesh with ``axis_name`` is in context, it does not divide the experts, or a
         size is out of range.
+      TypeError: an argument has the wrong type, or a dtype is none that the layer computes in.
     """
+    check_arguments(gating, config, activation, dtype, param_dtype)
     shapes = param_shapes(
       embed_dim,
       expert_dim,

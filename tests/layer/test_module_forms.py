@@ -83,3 +83,33 @@ def test_equals_the_dense_form(form, flax):
   want = dense(jax.device_get(params), x, **given)
   assert np.abs(want).max() > 0.01
   np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"gating": None}, "gating: expected a GatingConfig, got NoneType"),
+    ({"config": None}, "config: expected a BalanceConfig, got NoneType"),
+    ({"activation": "silu"}, "activation: expected a function, got str"),
+    ({"dtype": jnp.int32}, "dtype: expected bfloat16, float16 or float32, or None, got int32"),
+    ({"dtype": "float33"}, "dtype: expected .* or None, got 'float33'"),
+    ({"param_dtype": jnp.int8}, "param_dtype: expected bfloat16, float16 or float32, got int8"),
+    ({"param_dtype": "float8_e4m3fn"}, "param_dtype: expected .*, got float8_e4m3fn"),
+    ({"param_dtype": None}, "param_dtype: expected .*, got None"),
+  ],
+)
+def test_a_wrong_argument_is_refused_at_construction(options, message):
+  with pytest.raises(TypeError, match=message):
+    LinenMoE(**SIZES | options)
+  with pytest.raises(TypeError, match=message):
+    MoE(**SIZES | options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ["use_bias", "use_shared_gate", "use_router_bias"])
+def test_switches_are_bools(name):
+  message = f"{name}: expected a bool, got str"
+  with jax.set_mesh(jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])):
+    with pytest.raises(TypeError, match=message):
+      MoE(**SIZES | {name: "no"}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=message):
+      LinenMoE(**SIZES | {name: "no"}).init(jax.random.key(0), jnp.ones((4, D)))

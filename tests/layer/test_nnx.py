@@ -381,8 +381,8 @@ def test_construction_rejects(kwargs, error, message):
     (jnp.zeros(D), None, ValueError, r"x: expected shape \[..., 8\] with token axes"),
     (jnp.zeros((8, D), jnp.int32), None, TypeError, "x: expected a float dtype, got int32"),
     (jnp.zeros((9, D)), None, ValueError, "x: expected a first axis divisible by 8"),
-    (jnp.zeros((8, D)), jnp.ones(7, jnp.bool_), ValueError, r"mask: expected shape \(8,\)"),
-    (jnp.zeros((8, D)), jnp.ones(8), TypeError, "mask: expected dtype bool, got float32"),
+    (jnp.zeros((8, D)), jnp.ones(7, jnp.bool_), ValueError, r"mask: expected shape \[8\]"),
+    (jnp.zeros((8, D)), jnp.ones(8), TypeError, "mask: expected a dtype of kind bool, got float32"),
   ],
 )
 def test_call_rejects(mesh, x, mask, error, message):

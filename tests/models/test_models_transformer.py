@@ -172,6 +172,15 @@ def test_options_are_checked():
     assert message(TypeError, **{name: dtype}) == wanted
 
 
+def test_configurations_are_checked():
+  config: Any = None
+  with jax.set_mesh(expert_mesh(2)):
+    with pytest.raises(TypeError, match="balance: expected a BalanceConfig, got NoneType"):
+      models.MoETransformer(SMALL, balance=config, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="config: expected a ModelConfig, got NoneType"):
+      make(config)
+
+
 def test_mesh_is_checked():
   with (
     jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])),

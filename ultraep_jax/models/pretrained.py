@@ -47,7 +47,7 @@ def load(
     ValueError: the configuration asks for something that is not supported, the tensors are not
       those of the model, no mesh that can hold the experts is in context, or ``attention_block`` is
       below 1.
-    TypeError: another dtype.
+    TypeError: another dtype, or ``balance`` is no ``BalanceConfig``.
     OSError: a file cannot be read.
   """
   config = ModelConfig.from_folder(folder)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from ultraep_jax.block import check_mesh
 from ultraep_jax.checks import as_compute_dtype
-from ultraep_jax.config import BalanceConfig, check_choice, check_int
+from ultraep_jax.config import BalanceConfig, check_choice, check_int, check_type
 from ultraep_jax.gating import check_choices
 from ultraep_jax.models import layers
 from ultraep_jax.models.config import ModelConfig
@@ -103,8 +103,10 @@ class MoETransformer(nnx.Module):
     Raises:
       ValueError: no mesh with axis ``"expert"`` is in context, it does not divide the experts,
         ``attention`` is none of the names, or ``attention_block`` is below 1.
-      TypeError: another dtype.
+      TypeError: another dtype, or a configuration of another kind.
     """
+    check_type("config", config, ModelConfig)
+    check_type("balance", balance, BalanceConfig)
     check_mesh(AXIS, config.gating.num_experts)
     check_choice("attention", attention, ("auto", "cudnn", "portable"))
     check_int("attention_block", attention_block, minimum=1)
