@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as kernels
 from ultraep_jax import implementation as implementation_lib
+from ultraep_jax.checks import check_array
 from ultraep_jax.config import (
   Implementation,
   as_python_numbers,
@@ -161,7 +162,12 @@ def gate(
 
 
 def router_load(expert_index_TK: Array, num_experts: int) -> Array:
-  """Counts the assignments of each expert: ``[..., K]`` int32 (−1 = masked) to ``[E]`` int32."""
+  """Counts the assignments of each expert: ``[..., K]`` int32 (−1 = masked) to ``[E]`` int32.
+
+  Raises:
+    TypeError: indices that are no integers.
+  """
+  check_array("expert_index", expert_index_TK, getattr(expert_index_TK, "shape", ()), jnp.integer)
   chosen_TKE = _one_hot(expert_index_TK, num_experts)
   return jnp.sum(chosen_TKE, axis=tuple(range(chosen_TKE.ndim - 1)), dtype=jnp.int32)
 
@@ -180,8 +186,13 @@ def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
 
   Returns:
     ``[]`` float32; 0 if every token is masked.
+
+  Raises:
+    ValueError: scores and indices of different tokens.
+    TypeError: indices that are no integers.
   """
-  num_experts = scores_TE.shape[-1]
+  *tokens, num_experts = scores_TE.shape
+  check_array("expert_index", expert_index_TK, (*tokens, "K"), jnp.integer)
   load_E = router_load(expert_index_TK, num_experts).astype(jnp.float32)
   share_E = load_E / jnp.maximum(jnp.sum(load_E), 1.0)
   probability_E = _token_mean(_shares(scores_TE), jnp.any(expert_index_TK >= 0, axis=-1))
@@ -220,7 +231,13 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
 
   Returns:
     ``[E]``, dtype of ``bias_E``.
+
+  Raises:
+    ValueError: the bias has more axes than one, or the load is of other experts.
+    TypeError: one of them is no array, or the bias no float.
   """
+  check_array("bias", bias_E, ("E",), jnp.floating)
+  check_array("load", load_E, bias_E.shape, jnp.number)
   # The mean is whole + rest / E: exact where a float mean could miss equality.
   whole, rest = jnp.divmod(jnp.sum(load_E), load_E.shape[0])
   sign_E = jnp.where(load_E == whole, jnp.sign(rest), jnp.sign(whole - load_E))

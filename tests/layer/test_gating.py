@@ -439,3 +439,33 @@ def test_gate_rejects(kwargs, error, message):
 def test_gate_rejects_a_bias_it_would_not_use():
   with pytest.raises(ValueError, match="bias: expected None"):
     gate(jnp.zeros((4, 8)), GatingConfig(num_experts=8, num_experts_per_tok=2), jnp.zeros(8))
+
+
+@pytest.mark.parametrize(
+  ("function", "error", "message"),
+  [
+    (
+      lambda: gating.load_balance_loss(jnp.zeros((4, 8)), jnp.zeros((5, 2), jnp.int32)),
+      ValueError,
+      r"expert_index: expected shape \[4, K\], got \[5, 2\]",
+    ),
+    (
+      lambda: gating.router_load(jnp.zeros((4, 2)), 8),
+      TypeError,
+      "expert_index: expected a dtype of kind integer, got float32",
+    ),
+    (
+      lambda: gating.update_selection_bias(jnp.zeros(8), jnp.zeros(4, jnp.int32), 0.1),
+      ValueError,
+      r"load: expected shape \[8\], got \[4\]",
+    ),
+    (
+      lambda: gating.update_selection_bias(jnp.zeros((2, 8)), jnp.zeros((2, 8), jnp.int32), 0.1),
+      ValueError,
+      r"bias: expected shape \[E\], got \[2, 8\]",
+    ),
+  ],
+)
+def test_losses_and_steps_reject(function, error, message):
+  with pytest.raises(error, match=message):
+    function()

@@ -32,6 +32,9 @@ def test_wrong_arguments(tmp_path):
       recorder.record(0, stats, axes=("step",))
     with pytest.raises(TypeError, match="expected LayerStats by layer, got int"):
       recorder.record(0, {"layer0": 3})  # pyright: ignore[reportArgumentType]
+    for none in (None, np.zeros(3), (stats, 0.5)):
+      with pytest.raises(TypeError, match="stats: expected LayerStats by layer, got"):
+        recorder.record(0, none)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class Recorder:
       raise ValueError(f"axes: expected distinct names of {_AXES}, got {axes}")
     if not self._active or step % self._every:
       return
-    layers = {"": stats} if isinstance(stats, LayerStats) else stats
+    layers = stats if isinstance(stats, Mapping) else {"": stats}
     chosen = {} if expert_index is None else expert_index
     chosen = chosen if isinstance(chosen, Mapping) else {"": chosen}
     if unknown := set(chosen) - set(layers):
