@@ -3,11 +3,15 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ultraep_jax.types import Array, Layout
+
+_ROWS = 3  # that an activation is traced with, to see whether it mixes columns
+_MOVING = "cum", "dot_general", "fft", "rev", "sort"  # operations that may keep the shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +116,32 @@ def unit(activation: Activation, layout: Layout) -> Callable[..., Array]:
   if layout is Layout.UNGATED or isinstance(activation, GatedUnit):
     return activation
   return _Product(activation)
+
+
+def mixes_columns(activation: Activation, layout: Layout, width: int) -> bool:
+  """Whether a column of the result depends on other columns, as a softmax's does.
+
+  By its operations: what keeps no shape, such as a sum, or moves values inside one, as a sort does.
+
+  >>> [mixes_columns(each, Layout.APART, 64) for each in (jax.nn.silu, jax.nn.softmax)]
+  [False, True]
+  """
+  arguments = 1 if layout is Layout.UNGATED else 2
+  given = [jax.ShapeDtypeStruct((_ROWS, width), jnp.float32)] * arguments
+  return _mixes(jax.make_jaxpr(unit(activation, layout))(*given).jaxpr, (_ROWS, width))
+
+
+def _mixes(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+  def moves(eqn: Any) -> bool:
+    of_all = any(x.aval.shape == shape for x in eqn.invars)
+    kept = all(x.aval.shape == shape for x in eqn.outvars)
+    return of_all and (not kept or eqn.primitive.name.startswith(_MOVING))
+
+  for eqn in jaxpr.eqns:
+    calls = [x.jaxpr for x in eqn.params.values() if hasattr(x, "jaxpr")]
+    if any(_mixes(call, shape) for call in calls) or (not calls and moves(eqn)):
+      return True
+  return False
 
 
 def inner(hidden: Sequence[Array], layout: Layout, activation: Activation) -> Array:

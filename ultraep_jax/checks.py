@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from ultraep_jax.activations import GatedUnit
+from ultraep_jax.activations import Activation, GatedUnit, mixes_columns
 from ultraep_jax.config import BalanceConfig, check_type
 from ultraep_jax.mesh import Mesh, axis_size
 from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout, Plan
@@ -234,7 +234,11 @@ def check_layer(
 
 
 def check_inner_axis(
-  weights: ExpertWeights, mesh: Mesh, inner_axis: str, token_axes: tuple[str, ...]
+  weights: ExpertWeights,
+  activation: Activation,
+  mesh: Mesh,
+  inner_axis: str,
+  token_axes: tuple[str, ...],
 ) -> None:
   """Raises ValueError unless F can be divided over a mesh axis that no token is divided over."""
   others = tuple(axis for axis in mesh.axis_names if axis not in token_axes)
@@ -252,6 +256,17 @@ def check_inner_axis(
     raise ValueError(
       f"weights.wo: expected F divisible by {mesh.shape[inner_axis]} (mesh axis {inner_axis!r}), "
       f"got {weights.wo.shape[1]}"
+    )
+  parts = mesh.shape[inner_axis]
+  check_columns_apart(activation, weights.layout, weights.wo.shape[1] // parts, parts)
+
+
+def check_columns_apart(activation: Activation, layout: Layout, width: int, parts: int) -> None:
+  """Raises ValueError where parts of F would give another result than all of it."""
+  if parts > 1 and mixes_columns(activation, layout, width):
+    raise ValueError(
+      "activation: expected an elementwise function (inner_axis divides its columns), got one "
+      "whose result depends on other columns"
     )
 
 

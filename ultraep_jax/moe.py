@@ -9,7 +9,7 @@ from jax import lax
 
 from ultraep_jax import implementation, nodes, stats, strategies
 from ultraep_jax.activations import Activation
-from ultraep_jax.checks import arguments_of, check_layer, check_plan
+from ultraep_jax.checks import arguments_of, check_columns_apart, check_layer, check_plan
 from ultraep_jax.compute import experts, rounds, widths
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
@@ -55,7 +55,8 @@ def moe(
       (``act(gate) * up``), or of the one projection of experts that are not gated; or a
       ``GatedUnit`` of both projections. It must not close over traced arrays.
     inner_axis: a mesh axis along which ranks have the same tokens and parts of F, of ``wo`` its
-      rows and of biases all but ``wo_bias``. Its results are added up.
+      rows and of biases all but ``wo_bias``. Its results are added up. An activation that mixes
+      columns, such as a softmax, is refused.
 
   Returns:
     ``y_TD`` in x's dtype and the statistics of this token group, equal on its ranks.
@@ -80,6 +81,9 @@ def moe(
     check_layer(
       x_TD, expert_index_TK, gate_TK, weights, activation, config, mesh, axis_name, token_axes=None
     )
+    if inner_axis is not None:
+      width, parts = weights.wo.shape[1], mesh.shape[inner_axis]
+      check_columns_apart(activation, weights.layout, width, parts)
   y_TD, measured = measured_moe(
     x_TD,
     expert_index_TK,

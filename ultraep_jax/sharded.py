@@ -50,7 +50,8 @@ def sharded_moe(
       others.
     activation: as for ``moe``.
     inner_axis: a mesh axis, none of the tokens', that weights' F is sharded over as well: each of
-      its positions computes all tokens with its part of F, and results are added up.
+      its positions computes all tokens with its part of F, and results are added up. An activation
+      that mixes columns, such as a softmax, is refused.
     mesh: ``None``: the context mesh (``jax.set_mesh``, or else ``with mesh:``).
 
   Returns:
@@ -109,7 +110,7 @@ def measured_sharded_moe(
   with arguments_of("ultraep_jax.sharded_moe"):
     check_layer(x, expert_index, gate, weights, activation, config, context, axis_name, axes)
     if inner_axis is not None:
-      check_inner_axis(weights, context, inner_axis, axes)
+      check_inner_axis(weights, activation, context, inner_axis, axes)
   if mesh is not None:  # its devices are known
     config = nodes.settle(config, mesh, axis_name)
   return _run(
