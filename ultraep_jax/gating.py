@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels as kernels
 from ultraep_jax import implementation as implementation_lib
 from ultraep_jax.checks import check_array
 from ultraep_jax.config import (
@@ -21,7 +20,8 @@ from ultraep_jax.config import (
   check_int,
   check_type,
 )
-from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.implementation import Implementations
+from ultraep_jax.top_k import top_k
 from ultraep_jax.types import Array
 
 Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -279,7 +279,7 @@ def _choose(
   selection_TE = jax.lax.stop_gradient(selection_TE)
   if config.topk_groups < config.num_expert_groups:
     selection_TE = _keep_best_groups(selection_TE, config, implementations)
-  return _best(selection_TE, config.num_experts_per_tok, implementations)
+  return top_k(selection_TE, config.num_experts_per_tok, implementations)
 
 
 def _keep_best_groups(
@@ -289,43 +289,11 @@ def _keep_best_groups(
   shape = selection_TE.shape
   per_group = config.num_experts // config.num_expert_groups
   grouped = selection_TE.reshape(*shape[:-1], config.num_expert_groups, per_group)
-  best_two = jnp.any(_one_hot(_best(grouped, 2, implementations), per_group), axis=-2)
+  best_two = jnp.any(_one_hot(top_k(grouped, 2, implementations), per_group), axis=-2)
   group_score = jnp.sum(jnp.where(best_two, grouped, 0.0), axis=-1)
-  best = _best(group_score, config.topk_groups, implementations)
+  best = top_k(group_score, config.topk_groups, implementations)
   kept = jnp.any(_one_hot(best, config.num_expert_groups), axis=-2)
   return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(shape)
-
-
-def _best(score: Array, count: int, implementations: Implementations) -> Array:
-  """Indices of the largest of the last axis, the largest first; ``[..., count]`` int32."""
-  candidates = {
-    "mosaic_gpu": lambda: _best_on_gpu(score, count),
-    "portable": lambda: jax.lax.top_k(score, count)[1],
-  }
-  return first_that_can(implementations, candidates)
-
-
-def _best_on_gpu(score: Array, count: int) -> Array:
-  """The same, by a kernel that XLA does not know how to split.
-
-  Raises:
-    NotImplementedError: the scores may be of several devices or of a CPU, or the kernel cannot
-      take them.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or not mesh.are_all_axes_manual:
-    raise NotImplementedError(
-      f"scores: expected those of one device, in a shard_map over all mesh axes, got {mesh}"
-    )
-
-  @jax.custom_batching.custom_vmap
-  def best(score: Array) -> Array:
-    index = kernels.top_k(score.reshape(-1, score.shape[-1]), count)
-    return index.reshape(*score.shape[:-1], count)
-
-  # Whatever is mapped over is one more axis of rows.
-  best.def_vmap(lambda size, mapped, score: (best(score), True))
-  return best(score)
 
 
 def _one_hot(index: Array, size: int) -> Array:

@@ -37,7 +37,8 @@ ultraep_jax/compute ultraep_jax/simulate ultraep_jax/viewer
 ultraep_jax/stats ultraep_jax/strategies ultraep_jax/trace ultraep_jax/transport
 ultraep_jax/advice
 ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
-ultraep_jax/checks ultraep_jax/implementation ultraep_jax/testing
+ultraep_jax/checks ultraep_jax/testing ultraep_jax/top_k
+ultraep_jax/implementation
 ultraep_jax/nodes
 ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
