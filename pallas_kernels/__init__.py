@@ -26,7 +26,7 @@ if TYPE_CHECKING:
   )
   from pallas_kernels.matmul.layout import EVEN, UNIT, MatmulTuning, Tile, choose_tile
   from pallas_kernels.matmul.row_tiles import short_comes_last
-  from pallas_kernels.matmul.wgrad import IN_TURNS, grouped_matmul_wgrad, wgrad_beside
+  from pallas_kernels.matmul.wgrad import grouped_matmul_wgrad, turns_for, wgrad_beside
   from pallas_kernels.planner.quota import plan_quota
   from pallas_kernels.routing.block import RoutingTuning
   from pallas_kernels.routing.rows import route_rows
@@ -58,7 +58,6 @@ __all__ = [
   "COMBINING",
   "EVEN",
   "HOPPER",
-  "IN_TURNS",
   "NEEDS",
   "SCALED",
   "UNIT",
@@ -105,6 +104,7 @@ __all__ = [
   "sum_beside",
   "top_k",
   "transfer_lists",
+  "turns_for",
   "wgrad_beside",
   "why_slow",
   "why_unreachable",
@@ -123,7 +123,7 @@ _MODULES = {
   ),
   "matmul.layout": ("EVEN", "UNIT", "MatmulTuning", "Tile", "choose_tile"),
   "matmul.row_tiles": ("short_comes_last",),
-  "matmul.wgrad": ("IN_TURNS", "grouped_matmul_wgrad", "wgrad_beside"),
+  "matmul.wgrad": ("grouped_matmul_wgrad", "turns_for", "wgrad_beside"),
   "planner.quota": ("plan_quota",),
   "routing.block": ("RoutingTuning",),
   "routing.rows": ("route_rows",),

@@ -46,10 +46,38 @@ from pallas_kernels.warp.branches import for_size, when
 
 _UNEVEN = 4  # times the mean: a group so large makes it worth while to claim tiles
 _CLEARED = 32  # rows made zero at a time: four tiles, one for each warp
-# A float32 tile takes a while to store: one warpgroup does while the other multiplies.
-IN_TURNS = MatmulTuning("in_turns", rows=128, cols=192)
+# A tile takes a while to store: one warpgroup does while the other multiplies. With each layout,
+# what a product takes over the first one on an H200, as smaller tiles load more for it
+# (docs/lab/kernels.md, Weight gradients in turns).
+_IN_TURNS = (
+  (MatmulTuning("in_turns", rows=128, cols=192), 1.0),
+  (MatmulTuning("in_turns", rows=192, cols=128), 1.035),
+  (MatmulTuning("in_turns", rows=128, cols=128, stages=6), 1.05),
+)
 # Rows and columns stored at a time, as wide as the widest swizzle.
 _PIECES = {jnp.dtype(jnp.float32): (UNIT, UNIT // 2), jnp.dtype(jnp.bfloat16): (UNIT, UNIT)}
+
+
+def turns_for(depth: int, cols: int) -> MatmulTuning:
+  """The layout of ``grouped_matmul_wgrad`` by default: of two tiles in turns, which fill it best.
+
+  >>> found = [turns_for(*sizes) for sizes in ((2048, 768), (3072, 1024), (4096, 1408))]
+  >>> [(each.rows, each.cols) for each in found]
+  [(128, 192), (192, 128), (128, 128)]
+
+  Args:
+    depth: K, rows of an expert's gradient.
+    cols: N, its columns.
+  """
+
+  def cost(each: tuple[MatmulTuning, float]) -> float:
+    tuning, of_product = each
+    tile = layout.choose_tile(depth, cols, 1, tuning)
+    return of_product * math.prod(
+      -(-size // part) * part for size, part in ((depth, tile.rows), (cols, tile.cols))
+    )
+
+  return min(_IN_TURNS, key=cost)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("num_home", "dtype", "tuning"))
@@ -78,7 +106,7 @@ def grouped_matmul_wgrad(
     into_MKN: ``[M, K, N]`` of ``dtype``, what to add the rounded gradients of home slots to, in
       its memory if nothing else needs it. Slots without rows are not touched. ``None``: zeros.
     dtype: of the gradients, float32 or bfloat16, to which the sums are rounded.
-    tuning: how the kernel is laid out.
+    tuning: how the kernel is laid out; ``None``: as ``turns_for`` says.
 
   Returns:
     ``[M, K, N]`` and ``[S, K, N]`` of ``dtype``. The gradient of a slot without rows is zero, but
@@ -118,7 +146,7 @@ def wgrad_beside(
   layout.expect_bfloat16(rows_CK=rows_CK, grad_CN=grad_CN)
   layout.expect_multiple("K", depth, UNIT)
   layout.expect_multiple("N", cols, UNIT)
-  tuning = tuning or IN_TURNS
+  tuning = tuning or turns_for(depth, cols)
   if tuning.schedule == "deferred":
     raise ValueError(f"tuning: expected 'together' or 'in_turns', got {tuning.schedule!r}")
   tile = layout.choose_tile(depth, cols, 1, tuning)

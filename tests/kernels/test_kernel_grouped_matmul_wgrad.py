@@ -1,5 +1,6 @@
 """The gradient to the weights: lowering, its tables, and results interpreted."""
 
+import dataclasses
 import functools
 
 import jax
@@ -129,6 +130,32 @@ def check(sizes, tuning, num_home, depth, cols, capacity=CAPACITY, filled=None, 
 def test_wgrad_interpreted(sizes, tuning, num_home, depth, cols, dtype):
   with interpreted():
     check(sizes, tuning, num_home, depth, cols, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+  ("depth", "cols", "tile"),
+  [
+    (2048, 768, (128, 192)),
+    (2880, 2880, (128, 192)),
+    (1024, 2048, (128, 192)),
+    (3072, 1024, (192, 128)),
+    (4096, 1408, (128, 128)),
+    (1280, 640, (128, 128)),
+  ],
+)
+def test_tiles_fill_the_gradient(depth, cols, tile):
+  found = module.turns_for(depth, cols)
+  assert (found.rows, found.cols) == tile
+  known = layout.choose_tile(depth, cols, 1, found)
+  assert (known.rows, known.cols) == tile
+
+
+@pytest.mark.parametrize(("depth", "cols"), [(128, 192), (384, 256), (256, 256), (64, 64)])
+def test_wgrad_as_by_default(depth, cols):
+  """In each of the layouts, and in less than a tile."""
+  tuning = dataclasses.replace(module.turns_for(depth, cols), blocks=2)
+  with interpreted():
+    check(SIZES[0], tuning, 2, depth, cols, dtype=jnp.bfloat16)
 
 
 # One of 15 steps among others of one; none with as many as four times the mean.

@@ -12,7 +12,7 @@ from grouped_rows import LARGE_TILES
 
 from pallas_kernels.matmul import layout, zeros
 from pallas_kernels.matmul.layout import DEPTH, MatmulTuning
-from pallas_kernels.matmul.wgrad import IN_TURNS
+from pallas_kernels.matmul.wgrad import turns_for
 from pallas_kernels.matmul.zeros import Zeros
 
 
@@ -36,7 +36,7 @@ SIX_STAGES = MatmulTuning("in_turns", rows=128, cols=128, stages=6)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-  "given", [IN_TURNS, MatmulTuning(), MatmulTuning(stages=3), LARGE_TILES, SIX_STAGES]
+  "given", [turns_for(4096, 1536), MatmulTuning(), MatmulTuning(stages=3), LARGE_TILES, SIX_STAGES]
 )
 def test_stages_leave_room_for_a_whole_piece(dtype, given):
   tile = layout.choose_tile(4096, 1536, 1, given)

@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import (
-  IN_TURNS,
   UNIT,
   Gated,
   MatmulTuning,
@@ -23,6 +22,7 @@ from pallas_kernels import (
   grouped_matmul,
   grouped_matmul_sum,
   grouped_matmul_wgrad,
+  turns_for,
 )
 from ultraep_jax.activations import clamped_swiglu, swiglu
 from ultraep_jax.bench.contest import Contest, Program
@@ -166,7 +166,7 @@ class Problem:
   @property
   def default(self) -> MatmulTuning:
     """The kernel's own."""
-    return IN_TURNS if self.operation.startswith("wgrad") else MatmulTuning()
+    return turns_for(*self.widths) if self.operation.startswith("wgrad") else MatmulTuning()
 
   def tuned(self, tunings: Tunings) -> MatmulTuning:
     """As the layer runs it."""

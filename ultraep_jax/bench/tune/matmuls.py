@@ -32,6 +32,7 @@ _FEW = {
 }
 _FEW_OF_WGRAD = {
   **_TILES,
+  "in turns, 192 x 128": MatmulTuning("in_turns", rows=192, cols=128),
   "in turns, 64 x 256": MatmulTuning("in_turns", rows=64, cols=256),
   "band 1024": MatmulTuning(band=1024),
   "band 4096": MatmulTuning(band=4096),
