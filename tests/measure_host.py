@@ -86,7 +86,7 @@ STEPS = {
     f"layer {_RATIOS} --variants none quota quota-time ideal --passes train {_QUICK}", 180, True
   ),
   "two_forward": Step(f"{_OF_TWO} --ratios 1 1.6 --passes forward", 240, True, _TWO),
-  "two_train": Step(f"{_OF_TWO} --ratios 1.6 --passes train", 300, True, _TWO),
+  "two_train": Step(f"{_OF_TWO} --ratios 1 1.6 --passes train", 360, True, _TWO),
   "two_float32": Step(
     f"{_MATRIX} --shapes {_SMALL_OR_MANY} --ratios 1 1.6 --passes train --weights float32",
     240,
