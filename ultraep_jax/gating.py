@@ -66,7 +66,7 @@ class GatingConfig:
   ('softmax', True)
   >>> GatingConfig(num_experts=8, num_experts_per_tok=4, num_expert_groups=4, topk_groups=1)
   Traceback (most recent call last):
-  ValueError: num_experts_per_tok: expected at most 2, got 4
+  ValueError: num_experts_per_tok: expected at most 2 (topk_groups=1 of groups of 2 experts), got 4
   """
 
   num_experts: int

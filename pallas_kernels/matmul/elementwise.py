@@ -50,9 +50,17 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 def elementwise(
   function: Callable[..., Array], arguments: int, shape: tuple[int, ...]
 ) -> Callable[..., Array]:
-  """A function of so many float32 arrays of this shape, as operations that Mosaic GPU has.
+  """Rewrites a function of float32 arrays of one shape in operations that Mosaic GPU has.
 
   Calls are inlined: it knows no custom derivatives.
+
+  Args:
+    function: elementwise.
+    arguments: how many arrays it takes.
+    shape: of each.
+
+  Returns:
+    A function of as many arrays.
 
   Raises:
     NotImplementedError: an operation that it does not have, or that is not elementwise.

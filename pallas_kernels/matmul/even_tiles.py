@@ -30,7 +30,7 @@ _SEVERAL, _SINGLE, _REPLICA = range(3)  # groups of several tiles, of a single o
 
 
 def even_tiles_pay(capacity: int, num_slots: int) -> bool:
-  """Where ``MatmulTuning.even`` does not say it: rows of all P slots are not few."""
+  """Whether even tiles pay, where ``MatmulTuning.even`` does not say it: with 96 rows a slot."""
   return capacity >= _LEAST * num_slots
 
 

@@ -36,7 +36,7 @@ class Projections(NamedTuple):
 
 
 class Gated(NamedTuple):
-  """What is between the matrices, and the projections if they were to be kept.
+  """Results of the matmul into experts: activated rows, and projections kept for gradients.
 
   Attributes:
     inner_CN: ``[C, N]``.

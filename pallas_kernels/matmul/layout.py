@@ -179,7 +179,7 @@ EVEN = MatmulTuning("in_turns", rows=EVEN_SIZES[-1], cols=EVEN_COLS, even=True)
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """Of the result, what one or both warpgroups have in registers.
+  """The part of the result that one or both warpgroups hold in registers.
 
   Attributes:
     strip: rows of one warpgroup, a multiple of 64.

@@ -110,14 +110,14 @@ def _table(
 
 
 def short_comes_last(capacity: int, num_slots: int, slot_bytes: int) -> bool:
-  """Where ``MatmulTuning.short_last`` does not say it.
+  """Whether short tiles come after all others, where ``MatmulTuning.short_last`` does not say it.
 
   Tiles of unequal length, one after the other, make blocks drift apart. If weights are large,
   blocks then work on more of them than the cache holds. Small weights stay there; to come back to
   them at the end costs what it saves, or more. So do few rows, whose weights are read twice then.
 
   Args:
-    capacity: rows of all slots.
+    capacity: rows that there is room for, in all slots.
     num_slots: P.
     slot_bytes: of the weights that a slot's rows are multiplied by.
   """

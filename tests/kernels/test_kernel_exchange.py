@@ -45,6 +45,7 @@ def problem(request):
     assignments.random_routes(rng, ranks, tokens, top_k, favourite) for _ in range(num_groups)
   ]
   dest, row = (np.stack(part) for part in zip(*routes, strict=True))
+  dest[:, :, 0] = -1  # a token without assignments
   return rng, axes, dest, row, ranks * tokens * top_k
 
 
