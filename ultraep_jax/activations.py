@@ -119,9 +119,9 @@ def unit(activation: Activation, layout: Layout) -> Callable[..., Array]:
 
 
 def mixes_columns(activation: Activation, layout: Layout, width: int) -> bool:
-  """Whether a column of the result depends on other columns, as a softmax's does.
+  """Whether a column of the result may depend on other columns, as a softmax's does.
 
-  By its operations: what keeps no shape, such as a sum, or moves values inside one, as a sort does.
+  By its operations: some do not keep the shape, such as a sum, or move values in it, as a sort.
 
   >>> [mixes_columns(each, Layout.APART, 64) for each in (jax.nn.silu, jax.nn.softmax)]
   [False, True]

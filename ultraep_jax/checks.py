@@ -262,11 +262,11 @@ def check_inner_axis(
 
 
 def check_columns_apart(activation: Activation, layout: Layout, width: int, parts: int) -> None:
-  """Raises ValueError where parts of F would give another result than all of it."""
+  """Raises ValueError where parts of F may give another result than all of it."""
   if parts > 1 and mixes_columns(activation, layout, width):
     raise ValueError(
       "activation: expected an elementwise function (inner_axis divides its columns), got one "
-      "whose result depends on other columns"
+      "with operations across columns or of other shapes"
     )
 
 
