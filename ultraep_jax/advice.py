@@ -50,19 +50,21 @@ def of_load(
     )
   if reached <= EVEN or num_ranks == 1:
     return lines or [f"even: the busiest rank has {reached:.2f} times the mean"]
-  if best > EVEN:
+  if best > EVEN * _floor(load_GE, dataclasses.replace(config, domain_size=None)):
     lines.append(
       f"domains: copies stay inside them, which allows {best:.2f} at best; a larger domain_size "
       "would help"
     )
   if reached <= best * EVEN:
-    return lines
+    few = f"even: the busiest rank has {reached:.2f} times the mean, as assignments are few"
+    return lines or [few]
   same = planned_imbalance(load_GE, config, slots)
   if same < reached / EVEN:
     lines.append(_why_not_taken(reached, same, config, slots))
   if same > best * EVEN:
-    more, then = _slots_that_help(load_GE, config, slots, best)
-    lines.append(f"slots: {same:.2f} with {slots}, {then:.2f} with {more}; set replica_slots")
+    more, then = _slots_that_help(load_GE, config, slots, same, best)
+    if then < same / EVEN:
+      lines.append(f"slots: {same:.2f} with {slots}, {then:.2f} with {more}; set replica_slots")
   return lines
 
 
@@ -137,13 +139,13 @@ def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: in
 
 
 def _slots_that_help(
-  load_GE: np.ndarray, config: BalanceConfig, slots: int, best: float
+  load_GE: np.ndarray, config: BalanceConfig, slots: int, same: float, best: float
 ) -> tuple[int, float]:
   """The fewest slots, of doubled numbers, that reach the best; and what they reach."""
   num_ranks, num_experts = load_GE.shape
   domain = config.domain_of(num_ranks)
   most = slots_that_suffice(num_experts // num_ranks * domain, domain)
-  tried, reached = slots, np.inf
+  tried, reached = slots, same
   while tried < most and reached > best * EVEN:
     tried = min(max(2 * tried, 1), most)
     reached = planned_imbalance(load_GE, config, tried)
@@ -151,10 +153,10 @@ def _slots_that_help(
 
 
 def _floor(load_GE: np.ndarray, config: BalanceConfig) -> float:
-  """The least imbalance that the domains allow."""
+  """The least imbalance that the domains allow to whole assignments."""
   num_ranks, num_experts = load_GE.shape
   home_G = load_GE.sum(axis=0).reshape(num_ranks, num_experts // num_ranks).sum(axis=1)
-  domain_N = home_G.reshape(-1, config.domain_of(num_ranks)).mean(axis=1)
+  domain_N = np.ceil(home_G.reshape(-1, config.domain_of(num_ranks)).mean(axis=1))
   return float(domain_N.max() / max(home_G.mean(), 1e-9)) if home_G.any() else 1.0
 
 

@@ -6,6 +6,7 @@ Every command has its own --help. The exit status is 0 if all went well, 1 if so
 
 import argparse
 import importlib
+import io
 import os
 import pathlib
 import sys
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: arguments after the program's name; ``None`` takes them from ``sys.argv``.
   """
   argv = sys.argv[1:] if argv is None else argv
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="replace")  # of what its encoding does not have
   name = make_parser().parse_args(argv[:1] or ["--help"]).command
   command = importlib.import_module(f"{ultraep_jax.commands.__name__}.{name}")
   # A program that gets its arguments passed on has its own --help.

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+_WRAPPED = 24  # least width of a last column of text
 _WIDE = 200  # columns where nobody sees them wrap: a file or a pipe
 
 
@@ -27,13 +28,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], digits: int =
    two        –
   """
   shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True)
+  cells = [[_cell(value, digits) for value in row] for row in rows]
+  needed = 0  # so that no number is cut
   for index, name in enumerate(header):
     numeric = any(isinstance(row[index], int | float) for row in rows)
     last = index == len(header) - 1 and not numeric
     shown.add_column(name, justify="right" if numeric else "left", no_wrap=not last)
-  for row in rows:
-    shown.add_row(*(_cell(value, digits) for value in row))
-  width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+    needed += 2 + (_WRAPPED if last else max(map(len, [name, *(row[index] for row in cells)])))
+  for row in cells:
+    shown.add_row(*row)
+  seen = sys.stdout is not None and sys.stdout.isatty()
+  width = max(shutil.get_terminal_size().columns, needed) if seen else _WIDE
   out = io.StringIO()
   Console(file=out, width=max(width, 60), highlight=False, markup=False, color_system=None).print(
     shown

@@ -37,6 +37,10 @@ def test_popularity_has_the_skew_and_is_a_chance(seed, skew):
   assert prefill_loads.rank_imbalance(probability_E, 4) == pytest.approx(skew, abs=1e-3)
 
 
+def test_one_rank_has_no_skew():
+  np.testing.assert_allclose(prefill_loads.popularity(0, 8, 1, 2, 1.5), 0.25, rtol=1e-6)
+
+
 def test_popularity_says_what_cannot_be():
   with pytest.raises(ValueError, match="skew: expected what 2 of 4 experts on 4 ranks can reach"):
     prefill_loads.popularity(0, 4, 4, 2, 3.0)

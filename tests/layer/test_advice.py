@@ -28,6 +28,15 @@ def test_an_even_load_needs_nothing():
   assert advise(np.ones((1, 8), np.int32), replica_slots=0)[0].startswith("even")
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_few_assignments_are_as_even_as_they_can_be(slots):
+  """26 on 4 ranks: one has 7 at least. More slots would not help."""
+  load_GE = np.zeros((4, 4), np.int32)
+  load_GE[0] = 5, 6, 7, 8
+  (line,) = advise(load_GE, replica_slots=slots)
+  assert line == "even: the busiest rank has 1.08 times the mean, as assignments are few"
+
+
 @pytest.mark.parametrize("slots", [0, 1])
 def test_slots_that_are_too_few_are_named_with_a_number_that_suffices(slots):
   load_GE = np.zeros((RANKS, EXPERTS), np.int32)

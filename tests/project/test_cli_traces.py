@@ -82,6 +82,24 @@ def test_view_says_what_is_wrong(damage, tmp_path, capsys):
   assert not page.exists() and "wrote" not in out
 
 
+def test_view_writes_over_no_part_of_a_trace(tmp_path, capsys):
+  folder = traces.write(tmp_path / "trace")
+  before = (folder / files.MANIFEST).read_bytes()
+  status, _, err = run(capsys, "view", folder, "--html", folder / files.MANIFEST)
+  assert status == 1 and "--html: expected a file that is no part of a trace" in err
+  assert (folder / files.MANIFEST).read_bytes() == before
+
+
+@pytest.mark.parametrize("damaged", [{"target": -3}, {"domain_size": 3}, {"objective": 5}])
+def test_a_damaged_configuration_is_named(damaged, tmp_path, capsys):
+  path = traces.write(tmp_path / "trace") / files.MANIFEST
+  values = json.loads(path.read_text())
+  values["config"] |= damaged
+  path.write_text(json.dumps(values))
+  status, _, err = run(capsys, "trace", "show", tmp_path / "trace")
+  assert status == 1 and f"trace.json: config: {next(iter(damaged))}: expected" in err
+
+
 def test_view_reports_what_it_leaves_out(tmp_path, capsys):
   folder = traces.write(tmp_path / "trace")
   last = disk.chunks(folder)[-1]

@@ -44,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     raise CommandError(str(error)) from None
   if args.html is None:
     return _serve(args)
+  inside = any(args.html.resolve().parent == pathlib.Path(each).resolve() for each in args.traces)
+  if inside and args.html.exists() and args.html.suffix != ".html":
+    raise CommandError(f"--html: expected a file that is no part of a trace, got {args.html}")
   try:
     check_output(args.html)
     traces = [_read(path, args.steps) for path in args.traces]
@@ -110,6 +113,9 @@ def _serve(args: argparse.Namespace) -> int:
     raise CommandError(f"cannot serve on {args.host}, port {args.port}: {reason}") from None
   host = f"[{args.host}]" if ":" in args.host else args.host
   address = f"http://{host}:{server.server_port}/"
+  for path in args.traces:
+    if not pathlib.Path(path).exists():
+      print(f"{path}: nothing there yet", flush=True)
   print(f"serving {', '.join(args.traces)} on {address} (Ctrl-C to stop)", flush=True)
   if args.open:
     webbrowser.open(address)

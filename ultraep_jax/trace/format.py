@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from ultraep_jax.advice import recorded_config
+
 FORMAT = "ultraep_jax trace"
 VERSION = 1
 MANIFEST = "trace.json"
@@ -126,6 +128,10 @@ def manifest_of(where: str, values: Any) -> Manifest:
     raise TraceError(f"{where}: replica_slots, token_bytes: expected no negative value")
   if manifest.token_bytes >= 2**31:
     raise TraceError(f"{where}: token_bytes: expected less than {2**31}")
+  try:
+    recorded_config(manifest.config).domain_of(ranks)
+  except (TypeError, ValueError) as error:
+    raise TraceError(f"{where}: config: {error}") from None
   size = sum(_bytes(name, shape_of(name, 1, manifest)) for name in COLUMNS)
   if size > CHUNK_BYTES:
     raise TraceError(f"{where}: expected records of at most {CHUNK_BYTES} bytes, got {size!r:.40}")

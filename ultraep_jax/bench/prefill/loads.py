@@ -14,7 +14,8 @@ def popularity(seed: int, num_experts: int, num_ranks: int, top_k: int, skew: fl
 
   Its exponent is bisected until the busiest rank has ``skew`` times the mean. Where the shuffle
   spreads the popular experts too evenly for that, the most popular one elsewhere and the least
-  popular one of the busiest rank change places, as often as it takes.
+  popular one of the busiest rank change places, as often as it takes. One rank has no skew, and
+  all experts are as popular.
 
   Raises:
     ValueError: no placement reaches ``skew``.
@@ -23,6 +24,8 @@ def popularity(seed: int, num_experts: int, num_ranks: int, top_k: int, skew: fl
   >>> round(float(probability_E.sum()), 6), round(rank_imbalance(probability_E, 4), 3)
   (2.0, 1.5)
   """
+  if num_ranks == 1:
+    skew = 1.0  # it has all of the load
   place_E = np.random.default_rng(seed).permutation(num_experts) + 1.0
   for _ in range(num_experts):
     load_E = _chosen(place_E**-_STEEPEST, top_k)
