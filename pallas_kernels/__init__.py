@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     why_unsupported,
   )
   from pallas_kernels.transfer.combine import check_sizes, combine
-  from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
+  from pallas_kernels.transfer.dispatch import Dispatched, dispatch, dispatch_scaled
+  from pallas_kernels.transfer.gather import gather
   from pallas_kernels.transfer.inbox import bounded_inbox
   from pallas_kernels.transfer.lists import TransferLists, transfer_lists
   from pallas_kernels.transfer.place import place, place_scaled
@@ -62,6 +63,7 @@ __all__ = [
   "SCALED",
   "UNIT",
   "UNTUNED",
+  "Dispatched",
   "ExchangeTuning",
   "Gated",
   "MatmulTuning",
@@ -85,6 +87,7 @@ __all__ = [
   "gated_beside",
   "gated_grads",
   "gated_matmul",
+  "gather",
   "generation",
   "grouped_matmul",
   "grouped_matmul_sum",
@@ -140,7 +143,8 @@ _MODULES = {
     "why_unsupported",
   ),
   "transfer.combine": ("check_sizes", "combine"),
-  "transfer.dispatch": ("dispatch", "dispatch_scaled"),
+  "transfer.dispatch": ("Dispatched", "dispatch", "dispatch_scaled"),
+  "transfer.gather": ("gather",),
   "transfer.inbox": ("bounded_inbox",),
   "transfer.lists": ("TransferLists", "transfer_lists"),
   "transfer.place": ("place", "place_scaled"),

@@ -136,8 +136,13 @@ def measured_moe(
     weights=wide,
   )
   config, plans = settled.config, settled.plans
+  replicating, exchanging, placing, multiplying = (
+    implementation.resolve(config.implementation, operation, config.node_size)
+    for operation in ("replicate", "exchange", "place", "matmul")
+  )
   with jax.named_scope("uep.load"):
-    load_GE = load.gather_loads(load.expert_load(expert_index_TK, num_experts), axis_name)
+    load_E = load.expert_load(expert_index_TK, num_experts)
+    load_GE = load.gather_loads(load_E, axis_name, exchanging)
     load_GE = nodes.confirm(load_GE, given, mesh, axis_name)
   with jax.named_scope("uep.plan"):
     weighed = settled.cost.weighed(x_TD, gate_TK, weights)
@@ -153,10 +158,6 @@ def measured_moe(
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
     num_rounds = mesh_max(capacity.num_rounds(plan, settled.capacity), same_along=axis_name)
 
-  replicating, exchanging, placing, multiplying = (
-    implementation.resolve(config.implementation, operation, config.node_size)
-    for operation in ("replicate", "exchange", "place", "matmul")
-  )
   copies, rows_G = bool(plan.replica_expert.shape[1]), home_rows(plan.quota)
   lists = None
   if copies:

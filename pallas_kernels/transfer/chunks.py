@@ -25,44 +25,54 @@ _LINE = 32  # int32 or float32 values: 128 bytes, what shared memory and bulk co
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-  """How T tokens with K assignments each are dealt.
+  """How T tokens are dealt, of each of which a line has as many numbers.
 
   Attributes:
     tokens: T.
-    top_k: K.
+    columns: numbers of a token: K, or more where others travel beside the assignments.
     chunk: tokens of a chunk.
     steps: chunks of every worker; the last ones may be past the last token.
     num_workers: of a rank.
   """
 
   tokens: int
-  top_k: int
+  columns: int
   chunk: int
   steps: int
   num_workers: int
 
   @classmethod
-  def of(cls, tokens: int, top_k: int, tuning: ExchangeTuning) -> "Deal":
+  def of(cls, tokens: int, columns: int, tuning: ExchangeTuning) -> "Deal":
     num_workers = tuning.num_workers
     chunk = max(-(-tokens // (num_workers * tuning.steps)), 1)
-    return cls(tokens, top_k, chunk, -(-tokens // (num_workers * chunk)), num_workers)
+    return cls(tokens, columns, chunk, -(-tokens // (num_workers * chunk)), num_workers)
 
   @property
   def line(self) -> int:
     """Values of a line."""
-    return -(-self.chunk * self.top_k // _LINE) * _LINE
+    return -(-self.chunk * self.columns // _LINE) * _LINE
 
-  def table(self, value_XTK: Array, fill: int | float) -> Array:
-    """``[..., T, K]`` as lines ``[..., steps * num_workers, line]``, chunk by chunk."""
-    *lead, tokens, top_k = value_XTK.shape
-    chunks = self.steps * self.num_workers
+  @property
+  def chunks(self) -> int:
+    """Lines of a table."""
+    return self.steps * self.num_workers
+
+  def table(self, value_XTY: Array, fill: int | float) -> Array:
+    """``[..., T, columns]`` as lines ``[..., chunks, line]``, chunk by chunk."""
+    *lead, tokens, columns = value_XTY.shape
     none = [(0, 0)] * len(lead)
-    value_XTK = jnp.pad(
-      value_XTK, [*none, (0, chunks * self.chunk - tokens), (0, 0)], constant_values=fill
+    value_XTY = jnp.pad(
+      value_XTY, [*none, (0, self.chunks * self.chunk - tokens), (0, 0)], constant_values=fill
     )
-    line_XL = value_XTK.reshape(*lead, chunks, self.chunk * top_k)
-    padding = (0, self.line - self.chunk * top_k)
+    line_XL = value_XTY.reshape(*lead, self.chunks, self.chunk * columns)
+    padding = (0, self.line - self.chunk * columns)
     return jnp.pad(line_XL, [*none, (0, 0), padding], constant_values=fill)
+
+  def values(self, line_XL: Array) -> Array:
+    """``[..., T, columns]`` of lines ``[..., chunks, line]``: the inverse of ``table``."""
+    lead = line_XL.shape[:-2]
+    used_XL = line_XL[..., : self.chunk * self.columns]
+    return used_XL.reshape(*lead, -1, self.columns)[..., : self.tokens, :]
 
   def chunk_index(self, step: Array, worker: Array) -> Array:
     """The chunk of a worker's step (inside a kernel)."""
@@ -93,12 +103,7 @@ def leads(dest_TK: Array) -> Array:
   return leads_TK
 
 
-def check_assignments(dest_TK: Array, received_GTK: Array, axis_name: AxisName) -> None:
-  """Raises ValueError unless the shapes and dtypes of a kernel's assignments fit together."""
-  expected = (lax.axis_size(axis_name), *dest_TK.shape)
+def check_assignments(dest_TK: Array) -> None:
+  """Raises ValueError unless the ranks of assignments are int32 ``[T, K]``."""
   if dest_TK.ndim != 2 or dest_TK.dtype != jnp.int32:
     raise ValueError(f"dest_TK: expected int32 [T, K], got {dest_TK.dtype} {dest_TK.shape}")
-  if received_GTK.shape != expected or received_GTK.dtype != jnp.int32:
-    raise ValueError(
-      f"received_GTK: expected int32 {expected}, got {received_GTK.dtype} {received_GTK.shape}"
-    )

@@ -155,7 +155,7 @@ def _kernel(
     load(source, target.at[slot])
 
   def assignment(token: Array, k: Array) -> Array:
-    return all_lines[slot, token * deal.top_k + k]
+    return all_lines[slot, token * deal.columns + k]
 
   def total(
     token: Array, start: int, length: int, term: Callable[[Array, Array, Any], Array]
@@ -175,11 +175,11 @@ def _kernel(
       )
 
     zeros = [jnp.zeros(piece.size, jnp.float32) for piece in pieces]
-    return list(zip(pieces, lax.fori_loop(0, deal.top_k, add, zeros), strict=True))
+    return list(zip(pieces, lax.fori_loop(0, deal.columns, add, zeros), strict=True))
 
   def has_any(token: Array) -> Array:
     most = lax.fori_loop(
-      0, deal.top_k, lambda k, best: lax.max(best, assignment(token, k)), jnp.int32(-1)
+      0, deal.columns, lambda k, best: lax.max(best, assignment(token, k)), jnp.int32(-1)
     )
     return most >= 0
 
@@ -198,7 +198,7 @@ def _kernel(
 
           def weigh(k: Array, row: Array, piece: Any) -> Array:
             row_D = rows_ref[row, piece].astype(jnp.float32)
-            return row_D * all_gates[slot, token * deal.top_k + k] if weighted else row_D
+            return row_D * all_gates[slot, token * deal.columns + k] if weighted else row_D
 
           sums = total(token, start, length, weigh)
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the part before it
@@ -284,7 +284,12 @@ def _check(
   rows_CD: Array, gate_GTK: Array | None, dest_TK: Array, received_GTK: Array, axis_name: AxisName
 ) -> None:
   support.check_mesh(axis_name)
-  chunks.check_assignments(dest_TK, received_GTK, axis_name)
+  chunks.check_assignments(dest_TK)
+  expected = (lax.axis_size(axis_name), *dest_TK.shape)
+  if received_GTK.shape != expected or received_GTK.dtype != jnp.int32:
+    raise ValueError(
+      f"received_GTK: expected int32 {expected}, got {received_GTK.dtype} {received_GTK.shape}"
+    )
   if rows_CD.ndim != 2:
     raise ValueError(f"rows_CD: expected [C, D], got {rows_CD.shape}")
   check_sizes(rows_CD.shape[1], rows_CD.dtype)

@@ -5,32 +5,45 @@ Two ranks, one token of rank 0 with three experts: two on rank 1, in its rows 4 
   rank 0: token t ──► row 2            (copied)
                  └──► rank 1, row 4    (pushed over NVLink, once)
                       rank 1: row 4 ──► row 9   (copied there, when row 4 has landed)
+
+Rank 1 learns of rows 4 and 9 from a line that comes before the token (``told``).
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, varying
 from pallas_kernels.launch import launch
 from pallas_kernels.support import Array, AxisName
-from pallas_kernels.transfer import chunks, peers
+from pallas_kernels.transfer import chunks, dispatch_kernel, peers, told
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal
+from pallas_kernels.transfer.dispatch_kernel import SCALES, VALUES
 from pallas_kernels.transfer.scales import SCALED, num_scales
 from pallas_kernels.transfer.tiles import Tiles
 from pallas_kernels.transfer.tuning import ExchangeTuning
-from pallas_kernels.warp.branches import one_if, when
 
-_SCALES, _VALUES = 0, 1  # the arrays of scaled rows: a token's scales are loaded first
-_UNROLLED = 4  # blocks of values that are multiplied together, so that their loads overlap
+
+class Dispatched(NamedTuple):
+  """What a dispatch brings to a rank.
+
+  Attributes:
+    arrays: ``[C, ...]`` each, the rows. Those that no token feeds are not written.
+    received_GTK: ``[G, T, K]`` int32, the rows on this rank of the assignments of all ranks, −1 for
+      those that other ranks compute.
+    value_GTK: ``[G, T, K]`` float32, the numbers of all assignments of all ranks, if any were sent.
+  """
+
+  arrays: list[Array]
+  received_GTK: Array
+  value_GTK: Array | None
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "axis_name", "tuning"))
@@ -38,13 +51,13 @@ def dispatch(
   arrays: Sequence[Array],
   dest_TK: Array,
   row_TK: Array,
-  received_GTK: Array,
+  value_TK: Array | None = None,
   *,
   capacity: int,
   axis_name: AxisName,
   over: Sequence[Array] | None = None,
   tuning: ExchangeTuning | None = None,
-) -> list[Array]:
+) -> Dispatched:
   """Carries every token to the rows of its assignments, bit for bit.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
@@ -62,28 +75,23 @@ def dispatch(
     dest_TK: ``[T, K]`` int32, the rank that computes the assignment, −1 for none.
     row_TK: ``[T, K]`` int32, the assignment's row there, in ``[0, capacity)``. No two assignments
       share a row of a rank.
-    received_GTK: ``[G, T, K]`` int32, the rows on this rank of the assignments of all ranks, −1
-      for those that other ranks compute.
+    value_TK: ``[T, K]`` float32, such as gates, which all ranks are told beside the rows.
     capacity: C, the rows of a rank.
     axis_name: the expert mesh axis, of size G.
     over: what is returned, before: rows that no token feeds stay as they are there. ``None``: they
       hold anything, NaN included.
     tuning: workers and tiles; must be the same on all ranks.
 
-  Returns:
-    A ``[C, ...]`` array for each of ``arrays``. Rows that no token feeds are not written.
-
   Raises:
     NotImplementedError: a dtype or a mesh that the kernel does not handle, or rows that are no
       multiple of 16 bytes.
-    ValueError: shapes that do not fit.
+    ValueError: shapes that do not fit, or no array.
   """
   arrays = list(arrays)
-  _check(arrays, dest_TK, row_TK, received_GTK, capacity, axis_name)
   if not arrays:
-    return []
-  tables = dest_TK, row_TK, received_GTK
-  return _launch(arrays, None, *tables, capacity, axis_name, over, tuning)
+    raise ValueError("arrays: expected one or more, got none")
+  _check(arrays, dest_TK, row_TK, value_TK, capacity, axis_name)
+  return _launch(arrays, None, dest_TK, row_TK, value_TK, capacity, axis_name, over, tuning)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "capacity", "axis_name", "tuning"))
@@ -92,14 +100,14 @@ def dispatch_scaled(
   scale_TB: Array,
   dest_TK: Array,
   row_TK: Array,
-  received_GTK: Array,
+  value_TK: Array | None = None,
   *,
   dtype: Any,
   capacity: int,
   axis_name: AxisName,
   over: Array | None = None,
   tuning: ExchangeTuning | None = None,
-) -> Array:
+) -> Dispatched:
   """Carries tokens in FP8 and multiplies them by their scales on arrival.
 
   As ``dispatch``, but what crosses, or stays on its rank, lands beside the rows. The receiver
@@ -112,7 +120,7 @@ def dispatch_scaled(
     scale_TB: ``[T, B]`` float32, one for each 128 values; B is ``num_scales(D)``.
     dest_TK: as for ``dispatch``, like the other arguments.
     row_TK: the same.
-    received_GTK: the same.
+    value_TK: the same.
     dtype: of the rows: bfloat16, float16 or float32.
     capacity: C, the rows of a rank.
     axis_name: the expert mesh axis.
@@ -120,18 +128,17 @@ def dispatch_scaled(
     tuning: workers and tiles; must be the same on all ranks.
 
   Returns:
-    ``[C, D]`` in ``dtype``. Rows that no token feeds are not written.
+    The rows, ``[C, D]`` in ``dtype``, and what was told.
 
   Raises:
     NotImplementedError: a dtype, a width or a mesh that the kernel does not handle.
     ValueError: shapes that do not fit.
   """
-  _check([value_TD, scale_TB], dest_TK, row_TK, received_GTK, capacity, axis_name)
+  _check([value_TD, scale_TB], dest_TK, row_TK, value_TK, capacity, axis_name)
   _check_scaled(value_TD, scale_TB, dtype)
-  arrays, tables = [scale_TB, value_TD], (dest_TK, row_TK, received_GTK)
+  arrays, tables = [scale_TB, value_TD], (dest_TK, row_TK, value_TK)
   before = None if over is None else [over]
-  (rows_CD,) = _launch(arrays, jnp.dtype(dtype), *tables, capacity, axis_name, before, tuning)
-  return rows_CD
+  return _launch(arrays, jnp.dtype(dtype), *tables, capacity, axis_name, before, tuning)
 
 
 def _launch(
@@ -139,59 +146,68 @@ def _launch(
   product: jnp.dtype | None,
   dest_TK: Array,
   row_TK: Array,
-  received_GTK: Array,
+  value_TK: Array | None,
   capacity: int,
   axis_name: AxisName,
   over: Sequence[Array] | None,
   tuning: ExchangeTuning | None,
-) -> list[Array]:
+) -> Dispatched:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
   tuning = (tuning or ExchangeTuning()).placed()
   returned = landing = [((capacity, *array.shape[1:]), array.dtype) for array in arrays]
   if product is not None:
-    returned = [((capacity, *arrays[_VALUES].shape[1:]), product)]
+    returned = [((capacity, *arrays[VALUES].shape[1:]), product)]
   before = list(over or [])
   if before and [(each.shape, each.dtype) for each in before] != returned:
     raise ValueError(
       f"over: expected {_described(returned)}, got "
       f"{_described([(each.shape, each.dtype) for each in before])}"
     )
+  others, num_ranks = peers.are_any(axis_name), lax.axis_size(axis_name)
+  # A rank without peers knows what it receives.
+  known_GTK = jnp.where(dest_TK >= 0, row_TK, -1)[None]
+  known = known_GTK, None if value_TK is None else value_TK[None]
   if not dest_TK.size:
-    return before or [jnp.zeros(*each) for each in returned]
+    known = jax.tree.map(lambda known_XTK: jnp.tile(known_XTK, (num_ranks, 1, 1)), known)
+    return Dispatched(before or [jnp.zeros(*each) for each in returned], *known)
   tiles = tiling.cut("arrays", arrays, tuning)
-  if product is not None and tiles[_SCALES].length < arrays[_SCALES].shape[1]:
+  if product is not None and tiles[SCALES].length < arrays[SCALES].shape[1]:
     raise NotImplementedError(f"scale_TB: expected a row that fits a tile of {tuning}")
   num_tokens, top_k = dest_TK.shape
-  deal = Deal.of(num_tokens, top_k, tuning)
-  sends_TK = chunks.leads(dest_TK)
+  deal = Deal.of(num_tokens, top_k * (1 + (others and value_TK is not None)), tuning)
+  written_TK = chunks.leads(dest_TK)
   if product is None:  # what this rank computes itself it writes into all rows at once
-    sends_TK |= dest_TK == peers.rank(axis_name)
-  send = deal.table(jnp.where(sends_TK, dest_TK * capacity + row_TK, -1), -1)
-  received = deal.table(received_GTK, -1)
-  send, received, *flat = varying.vary_alike(
-    send, received, *[array.reshape(array.shape[0], -1) for array in (*arrays, *before)]
+    written_TK |= dest_TK == peers.rank(axis_name)
+  value_TK = value_TK if others else None
+  line_XL = told.line_table(deal, dest_TK, row_TK, written_TK, value_TK, capacity)
+  line_XL, *flat = varying.vary_alike(
+    line_XL, *[array.reshape(array.shape[0], -1) for array in (*arrays, *before)]
   )
   rows, before = flat[: len(arrays)], flat[len(arrays) :]
   # The rows that are returned come first, whether they are new or not.
   outs = [] if before else returned
   outs = outs if product is None else [*outs, *landing]
+  types = [
+    jax.typeof(rows[0]).update(shape=(capacity, math.prod(shape[1:])), dtype=dtype)
+    for shape, dtype in outs
+  ]
+  if others:
+    types.append(jax.typeof(line_XL).update(shape=(num_ranks, *line_XL.shape)))
   filled = launch(
     functools.partial(
-      _kernel,
+      dispatch_kernel.body,
       tiles=tiles,
       scaled=product is not None,
       deal=deal,
+      top_k=top_k,
       capacity=capacity,
       axis_name=axis_name,
       tuning=tuning,
     ),
-    [send, received, *rows],
-    out_type=[
-      jax.typeof(rows[0]).update(shape=(capacity, math.prod(shape[1:])), dtype=dtype)
-      for shape, dtype in outs
-    ],
+    [line_XL, *rows],
+    out_type=types,
     updated=before,
-    reaches_others=peers.are_any(axis_name),
+    reaches_others=others,
     grid=(tuning.num_blocks,),
     grid_names=(tiling.BLOCK_AXIS,),
     num_threads=tuning.workers,
@@ -199,14 +215,17 @@ def _launch(
     scratch_types=[
       plgpu.SMEM((tuning.workers, deal.line), jnp.int32),
       plgpu.Barrier(num_barriers=tuning.workers),
-      plgpu.SemaphoreType.REGULAR((tuning.workers, received_GTK.shape[0])),
+      plgpu.SemaphoreType.REGULAR((tuning.workers, num_ranks)),
       *tiling.buffers(tiles, tuning),
       *([] if product is None else [_product_buffer(tiles, product, tuning)]),
     ],
     kernel_name="dispatch" if axis_name else "place",
   )
-  filled = filled[len(outs) :] if before else filled[: len(returned)]
-  return [each.reshape(shape) for each, (shape, _) in zip(filled, returned, strict=True)]
+  if others:
+    known = told.read(deal, filled[len(outs)], top_k, capacity, axis_name)
+  filled = filled[len(types) :] if before else filled[: len(returned)]
+  arrays = [each.reshape(shape) for each, (shape, _) in zip(filled, returned, strict=True)]
+  return Dispatched(arrays, *known)
 
 
 def _described(arrays: Sequence[tuple[tuple[int, ...], Any]]) -> str:
@@ -214,161 +233,26 @@ def _described(arrays: Sequence[tuple[tuple[int, ...], Any]]) -> str:
 
 
 def _product_buffer(tiles: Sequence[Tiles], dtype: jnp.dtype, tuning: ExchangeTuning) -> Any:
-  most_blocks = max(-(-each.length // SCALED) for each in tiles if each.array == _VALUES)
+  most_blocks = max(-(-each.length // SCALED) for each in tiles if each.array == VALUES)
   return plgpu.SMEM((tuning.workers, most_blocks * SCALED), dtype)
-
-
-def _kernel(
-  send_ref: Any,
-  received_ref: Any,
-  *refs: Any,
-  tiles: Sequence[Tiles],
-  scaled: bool,
-  deal: Deal,
-  capacity: int,
-  axis_name: AxisName,
-  tuning: ExchangeTuning,
-) -> None:
-  num_arrays = tiles[-1].array + 1
-  token_refs, products, rows_refs, scratch = tiling.split(refs, [num_arrays, scaled, num_arrays])
-  all_lines, all_loaded, all_sent, *buffer_refs = scratch
-  product_buffer: Any = buffer_refs.pop() if scaled else None
-  slot = lax.axis_index(tiling.WORKER_AXIS)
-  loaded, sent = all_loaded.at[slot], all_sent.at[slot]
-  worker, num_ranks = tiling.worker_index(tuning), lax.axis_size(axis_name)
-  # Who is told that a chunk has landed: the others, and with products to make this rank too.
-  told = range(0 if scaled else 1, num_ranks)
-
-  def load(source: Any, target: Any) -> None:
-    plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-    plgpu.barrier_wait(loaded)
-
-  def load_line(source: Any, target: Any) -> None:
-    plgpu.commit_smem()  # all threads have read the one before
-    load(source, target.at[slot])
-
-  def assignment(token: Array, k: Array | int) -> Array:
-    return all_lines[slot, token * deal.top_k + k]
-
-  def each_tile(visit: Any) -> None:
-    """``visit(array, buffer, part)`` for every tile of a row."""
-    for each in tiles:
-
-      @pl.loop(jnp.int32(0), jnp.int32(each.count))
-      def _(index: Array, each: Tiles = each) -> None:
-        part = pl.ds(each.start + index * each.length, each.length)
-        visit(each.array, tiling.buffer(each, tiles, buffer_refs), part)
-
-  def multiply(part: Any) -> Any:
-    """The values of a tile times their scales, which lie in the buffer of the tile before it.
-
-    What lies behind the tile in a block that it does not fill is multiplied, too, but not used.
-    """
-    scales = tiling.buffer(tiles[_SCALES], tiles, buffer_refs)
-    whole = tiling.whole_buffer(tiles[-1], tiles, buffer_refs)
-    first_scale = lax.div(jnp.int32(part.start), jnp.int32(SCALED))
-    num_blocks = -(-part.size // SCALED)
-
-    @pl.loop(0, num_blocks, unroll=math.gcd(num_blocks, _UNROLLED))
-    def _(block: Array) -> None:
-      here = pl.ds(block * SCALED, SCALED)
-      product = whole[here].astype(jnp.float32) * scales[first_scale + block]
-      product_buffer[slot, here] = product.astype(product_buffer.dtype)
-
-    plgpu.commit_smem()
-    return product_buffer.at[slot, pl.ds(0, part.size)]
-
-  def send_chunk(step: Array) -> None:
-    chunk = deal.chunk_index(step, worker)
-    load_line(send_ref.at[chunk], all_lines)
-
-    @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
-    def _(token: Array) -> None:
-      wanted = lax.fori_loop(
-        0, deal.top_k, lambda k, best: lax.max(best, assignment(token, k)), jnp.int32(-1)
-      )
-
-      def send_tile(array: int, buffer: Any, part: Any) -> None:
-        load(token_refs[array].at[chunk * deal.chunk + token, part], buffer)
-
-        @pl.loop(jnp.int32(0), jnp.int32(deal.top_k))
-        def _(k: Array) -> None:
-          code = assignment(token, k)
-
-          @when(code >= 0)
-          def _() -> None:
-            rank, row = lax.div(code, jnp.int32(capacity)), lax.rem(code, jnp.int32(capacity))
-            target = peers.remote_ref(rows_refs[array], rank, axis_name)
-            plgpu.copy_smem_to_gmem(buffer, target.at[row, part])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-      when(wanted >= 0)(lambda: each_tile(send_tile))
-
-    plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    for index in told:
-      rank = chunks.peer(index, axis_name)
-      peers.signal(sent.at[peers.rank(axis_name)], rank, axis_name)
-
-  def spread_chunk(step: Array) -> None:
-    """Copies what was sent of a chunk to the other rows of its tokens; products to all."""
-    for index in told:
-      rank = chunks.peer(index, axis_name)
-      pl.semaphore_wait(sent.at[rank])
-      load_line(received_ref.at[rank, deal.chunk_index(step, worker)], all_lines)
-
-      @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
-      def _(token: Array) -> None:
-        def find(k: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-          first, count = found
-          row = assignment(token, k)
-          first = jnp.where((first < 0) & (row >= 0), row, first)
-          return first, count + one_if(row >= 0)
-
-        first, count = lax.fori_loop(0, deal.top_k, find, (jnp.int32(-1), jnp.int32(0)))
-
-        def spread_tile(array: int, buffer: Any, part: Any) -> None:
-          load(rows_refs[array].at[first, part], buffer)
-          if not scaled:
-            store(rows_refs[array], buffer, part, skipped=first)
-          elif array == _VALUES:
-            store(products[0], multiply(part), part, skipped=jnp.int32(-1))
-
-        def store(target: Any, buffer: Any, part: Any, skipped: Array) -> None:
-          @pl.loop(jnp.int32(0), jnp.int32(deal.top_k))
-          def _(k: Array) -> None:
-            row = assignment(token, k)
-
-            @when((row >= 0) & (row != skipped))
-            def _() -> None:
-              plgpu.copy_smem_to_gmem(buffer, target.at[row, part])
-
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        when(count > (0 if scaled else 1))(lambda: each_tile(spread_tile))
-
-  @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
-  def _(step: Array) -> None:
-    send_chunk(step)
-    when(step > 0)(lambda: spread_chunk(step - 1))
-
-  spread_chunk(jnp.int32(deal.steps - 1))
-  plgpu.wait_smem_to_gmem(0)
 
 
 def _check(
   arrays: Sequence[Array],
   dest_TK: Array,
   row_TK: Array,
-  received_GTK: Array,
+  value_TK: Array | None,
   capacity: int,
   axis_name: AxisName,
 ) -> None:
   support.check_mesh(axis_name)
-  chunks.check_assignments(dest_TK, received_GTK, axis_name)
-  num_ranks, *per_rank = received_GTK.shape
-  if row_TK.shape != tuple(per_rank) or row_TK.dtype != jnp.int32:
-    raise ValueError(f"row_TK: expected int32 {per_rank}, got {row_TK.dtype} {row_TK.shape}")
+  chunks.check_assignments(dest_TK)
+  alike = {"row_TK": (row_TK, jnp.int32), "value_TK": (value_TK, jnp.float32)}
+  for name, (array, dtype) in alike.items():
+    if array is not None and (array.shape != dest_TK.shape or array.dtype != dtype):
+      expected = f"{jnp.dtype(dtype)} {dest_TK.shape}"
+      raise ValueError(f"{name}: expected {expected}, got {array.dtype} {array.shape}")
+  num_ranks = lax.axis_size(axis_name)
   for array in arrays:
     if array.shape[:1] != dest_TK.shape[:1]:
       raise ValueError(

@@ -48,7 +48,10 @@ def place(
       bytes.
     ValueError: shapes that do not fit.
   """
-  return dispatch(arrays, *_assignments(row_TK), over=over, **_options(capacity, tuning))
+  if not arrays:
+    return []
+  assignments, options = _assignments(row_TK), _options(capacity, tuning)
+  return dispatch(arrays, *assignments, over=over, **options).arrays
 
 
 def place_scaled(
@@ -80,12 +83,12 @@ def place_scaled(
     ValueError: shapes that do not fit.
   """
   arguments = value_TD, scale_TB, *_assignments(row_TK)
-  return dispatch_scaled(*arguments, dtype=dtype, over=over, **_options(capacity, tuning))
+  return dispatch_scaled(*arguments, dtype=dtype, over=over, **_options(capacity, tuning)).arrays[0]
 
 
-def _assignments(row_TK: Array) -> tuple[Array, Array, Array]:
-  """Who computes each, in which row, and what this rank receives: itself, all of it."""
-  return jnp.where(row_TK < 0, -1, 0), row_TK, row_TK[None]
+def _assignments(row_TK: Array) -> tuple[Array, Array]:
+  """Who computes each, which is this rank, and in which row."""
+  return jnp.where(row_TK < 0, -1, 0), row_TK
 
 
 def _options(capacity: int, tuning: ExchangeTuning | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from programs import (
   unordered_exchanges,
 )
 
+import pallas_kernels
 from ultraep_jax import testing
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.bench.stress import command as stress
@@ -103,15 +104,21 @@ def flip(array):
   return lax.bitcast_convert_type(bits.reshape(array.shape), array.dtype)
 
 
-def planted(name):
-  """Operations of which one is wrong in one element of its last array."""
+def planted(name, part="arrays"):
+  """Operations of which one is wrong in one element, of its last array if there are several."""
   good = PORTABLE[0]
 
   def wrong(*args):
     result = getattr(good, name)(*args)
-    return [*result[:-1], flip(result[-1])] if isinstance(result, list) else flip(result)
+    if isinstance(result, pallas_kernels.Dispatched):
+      return result._replace(**{part: wrong_in(getattr(result, part))})
+    return wrong_in(result)
 
   return good._replace(**{name: wrong})
+
+
+def wrong_in(result):
+  return [*result[:-1], flip(result[-1])] if isinstance(result, list) else flip(result)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,12 @@ def test_one_wrong_bit_is_found(name, count, first):
   assert f"repetitions, on ranks [1], first in repetition {first}" in text
   found = int(text.split()[0])
   assert found == count if count else 4 < found < 16
+
+
+@pytest.mark.parametrize("part", ["received_GTK", "value_GTK"])
+def test_one_wrong_bit_of_what_is_told_is_found(part):
+  (text,) = transfers.stress("dispatch", [planted("dispatch", part)], problem(ranks=2), 3)
+  assert text.startswith("3 wrong elements")
 
 
 def rounds_each_sum(replicas, homes, *plan):
@@ -160,11 +173,11 @@ def test_sums_that_are_not_rounded_once_are_found(fault):
 @pytest.mark.parametrize("name", ["replicate", "dispatch"])
 def test_what_an_earlier_call_left_is_found(name):
   """Results of data that never change."""
-  stale = PORTABLE[0]._replace(
-    **{
-      name: lambda arrays, *rest: [array * 0 for array in getattr(PORTABLE[0], name)(arrays, *rest)]
-    }
-  )
+
+  def zeros(*args):
+    return jax.tree.map(lambda array: array * 0, getattr(PORTABLE[0], name)(*args))
+
+  stale = PORTABLE[0]._replace(**{name: zeros})
   (text,) = transfers.stress(name, [stale], problem(), 16)
   assert "wrong elements" in text and "on ranks [0, 1, 2, 3]" in text
 

@@ -12,7 +12,7 @@ PLANNING = PORTABLE_COPIES | {"transfer_lists"}
 # Copies ride in the kernels of matmuls.
 FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"}
 LAYER = FORWARD | {"gated_grads", "grouped_matmul_wgrad"}
-EXCHANGE = {"dispatch", "combine"}
+EXCHANGE = {"gather", "dispatch", "combine"}  # across GPUs
 # Of portable programs; their sums and maxima are typed as equal on all ranks, or not.
 COLLECTIVES = ("all_to_all", "ppermute", "all_gather", "all_gather_invariant", "psum", "pmax")
 

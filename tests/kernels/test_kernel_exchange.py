@@ -77,19 +77,25 @@ def received_by_group(dest, row):
   return np.stack([assignments.received(*pair) for pair in zip(dest, row, strict=True)])
 
 
-def dispatch_here(dest_TK, row_TK, received_GTK, *arrays, capacity, tuning=TUNING):
-  return dispatch(
-    arrays, dest_TK, row_TK, received_GTK, capacity=capacity, axis_name="expert", tuning=tuning
-  )
+def dispatch_here(dest_TK, row_TK, value_TK, *arrays, capacity, tuning=TUNING):
+  options = {"capacity": capacity, "axis_name": "expert", "tuning": tuning}
+  return dispatch(arrays, dest_TK, row_TK, value_TK, **options)
 
 
 def scaled_here(
-  dest_TK, row_TK, received_GTK, value_TD, scale_TB, *, capacity, dtype=jnp.bfloat16, tuning=TUNING
+  dest_TK, row_TK, value_TK, value_TD, scale_TB, *, capacity, dtype=jnp.bfloat16, tuning=TUNING
 ):
   return dispatch_scaled(
-    *(value_TD, scale_TB, dest_TK, row_TK, received_GTK),
+    *(value_TD, scale_TB, dest_TK, row_TK, value_TK),
     **{"dtype": dtype, "capacity": capacity, "axis_name": "expert", "tuning": tuning},
   )
+
+
+def check_told(sent, dest, row, value):
+  """Every rank of a group knows the rows and numbers of all."""
+  np.testing.assert_array_equal(sent.received_GTK, received_by_group(dest, row))
+  every_value = np.broadcast_to(value[:, None], sent.value_GTK.shape)
+  np.testing.assert_array_equal(sent.value_GTK, every_value)
 
 
 def combine_here(rows_CD, gate_GTK, dest_TK, received_GTK, tuning=TUNING):
@@ -110,10 +116,12 @@ def test_dispatch_copies_bit_for_bit(problem):
     rng.normal(size=(*dest.shape[:3], 150)).astype(jnp.bfloat16)[..., :144],
     rng.normal(size=(*dest.shape[:3], 4)).astype(np.float32),
   ]
+  value = rng.normal(size=dest.shape).astype(np.float32)
   run = program(axes, dispatch_here, 5, capacity=capacity)
   with interpreted():
-    filled = run(dest, row, received_by_group(dest, row), *arrays)
-    filled = [np.asarray(rows) for rows in filled]
+    sent = jax.tree.map(np.asarray, run(dest, row, value, *arrays))
+  check_told(sent, dest, row, value)
+  filled = sent.arrays
   for group, source, token, k in np.ndindex(dest.shape):
     rank = dest[group, source, token, k]
     if rank >= 0:
@@ -122,9 +130,11 @@ def test_dispatch_copies_bit_for_bit(problem):
         np.testing.assert_array_equal(got, array[group, source, token])
 
 
-def dispatch_over(over_CD, dest_TK, row_TK, received_GTK, x_TD, *, capacity):
+def dispatch_over(over_CD, dest_TK, row_TK, x_TD, *, capacity):
   options = {"capacity": capacity, "axis_name": "expert", "tuning": TUNING}
-  return dispatch([x_TD], dest_TK, row_TK, received_GTK, over=[over_CD], **options)[0]
+  (rows_CD,), received_GTK, nothing = dispatch([x_TD], dest_TK, row_TK, over=[over_CD], **options)
+  assert nothing is None
+  return rows_CD, received_GTK
 
 
 @pytest.mark.parametrize("problem", ["two axes"], indirect=True)
@@ -132,9 +142,10 @@ def test_dispatch_leaves_rows_that_no_token_feeds(problem):
   rng, axes, dest, row, capacity = problem
   x = rng.normal(size=(*dest.shape[:3], 16)).astype(np.float32)
   before = rng.normal(size=(*dest.shape[:2], capacity, 16)).astype(np.float32)
-  run = program(axes, dispatch_over, 5, capacity=capacity)
+  run = program(axes, dispatch_over, 4, capacity=capacity)
   with interpreted():
-    rows = np.asarray(run(before, dest, row, received_by_group(dest, row), x))
+    rows, received = map(np.asarray, run(before, dest, row, x))
+  np.testing.assert_array_equal(received, received_by_group(dest, row))
   expected = before.copy()
   for group, source, token, k in np.ndindex(dest.shape):
     rank = dest[group, source, token, k]
@@ -143,15 +154,20 @@ def test_dispatch_leaves_rows_that_no_token_feeds(problem):
   np.testing.assert_array_equal(rows, expected)
 
 
-@pytest.mark.parametrize("problem", ["more tokens than a step", "two axes"], indirect=True)
+@pytest.mark.parametrize(
+  "problem", ["more tokens than a step", "one rank", "two axes"], indirect=True
+)
 def test_dispatch_scaled_multiplies_on_arrival(problem):
   """A tile of two blocks and one of a block and a part; scales of every row and block differ."""
   rng, axes, dest, row, capacity = problem
   value = rng.normal(size=(*dest.shape[:3], 400)).astype(jnp.float8_e4m3fn)
   scale = rng.uniform(0.5, 2.0, size=(*dest.shape[:3], 4)).astype(np.float32)
+  gate = rng.normal(size=dest.shape).astype(np.float32)
   run = program(axes, scaled_here, 5, capacity=capacity)
   with interpreted():
-    filled = np.asarray(run(dest, row, received_by_group(dest, row), value, scale))
+    sent = jax.tree.map(np.asarray, run(dest, row, gate, value, scale))
+  check_told(sent, dest, row, gate)
+  (filled,) = sent.arrays
   expected = value.astype(np.float32) * np.repeat(scale, 128, axis=-1)[..., :400]
   expected = expected.astype(jnp.bfloat16)
   for group, source, token, k in np.ndindex(dest.shape):
@@ -230,16 +246,17 @@ def test_lowers_for_gpus(axes, check_vma, tokens, top_k, width, dtype):
     return jax.ShapeDtypeStruct((*lead, *sizes), dtype)
 
   tk, gtk = shape(tokens, top_k), shape(lead[1], tokens, top_k)
+  gate = shape(tokens, top_k, dtype="float32")
   gates = shape(lead[1], tokens, top_k, dtype="float32")
   there = functools.partial(dispatch_here, capacity=capacity, tuning=None)
   scaled = functools.partial(scaled_here, capacity=capacity, dtype=dtype, tuning=None)
   back = functools.partial(combine_here, tuning=None)
   for function, arguments in (
-    (there, (tk, tk, gtk, shape(tokens, width, dtype=dtype), shape(tokens, 64, dtype="float32"))),
+    (there, (tk, tk, gate, shape(tokens, width, dtype=dtype), shape(tokens, 64, dtype="float32"))),
     (
       scaled,
       (
-        *(tk, tk, gtk, shape(tokens, width, dtype="float8_e4m3fn")),
+        *(tk, tk, gate, shape(tokens, width, dtype="float8_e4m3fn")),
         shape(tokens, -(-width // 512) * 4, dtype="float32"),
       ),
     ),
@@ -262,7 +279,7 @@ def zeros(*shape, dtype=jnp.int32):
   [
     (ValueError, "dest_TK: expected int32", {"dest": zeros(3, 2, dtype=jnp.int16)}),
     (ValueError, "row_TK: expected int32", {"row": zeros(3, 1)}),
-    (ValueError, "received_GTK: expected int32", {"received": zeros(3, 3, 2)}),
+    (ValueError, r"value_TK: expected float32 \(3, 2\)", {"value": zeros(3, 2)}),
     (ValueError, "arrays: expected a leading size", {"x": zeros(4, 128, dtype=jnp.bfloat16)}),
     (NotImplementedError, "multiple of 16 bytes", {"x": zeros(3, 4, dtype=jnp.bfloat16)}),
     (NotImplementedError, "expected a dtype", {"x": zeros(3, 128, dtype=jnp.bool_)}),
@@ -272,7 +289,7 @@ def test_dispatch_says_what_is_wrong(kind, message, changed):
   good = {
     "dest": zeros(3, 2),
     "row": zeros(3, 2),
-    "received": zeros(4, 3, 2),
+    "value": zeros(3, 2, dtype=jnp.float32),
     "x": zeros(3, 128, dtype=jnp.bfloat16),
   }
   with pytest.raises(kind, match=message):
@@ -302,7 +319,7 @@ def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):
   good = {
     "dest": zeros(3, 2),
     "row": zeros(3, 2),
-    "received": zeros(4, 3, 2),
+    "value": zeros(3, 2, dtype=jnp.float32),
     "x": zeros(3, 128, dtype=jnp.float8_e4m3fn),
     "scale": zeros(3, 4, dtype=jnp.float32),
   }
@@ -315,6 +332,7 @@ def test_dispatch_scaled_says_what_is_wrong(kind, message, changed):
   [
     (ValueError, "rows_CD: expected", {"rows": zeros(8, dtype=jnp.float32)}),
     (ValueError, "gate_GTK: expected float32", {"gate": zeros(4, 3, 2)}),
+    (ValueError, r"received_GTK: expected int32 \(4, 3, 2\)", {"received": zeros(3, 3, 2)}),
     (
       NotImplementedError,
       "D: expected a positive multiple",

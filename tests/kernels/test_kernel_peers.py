@@ -28,16 +28,17 @@ def one_gpu(request, monkeypatch):
 def alone(name):
   """A kernel on arrays of one rank, and their shapes and dtypes."""
   dest, received = ASSIGNED
+  gate = (dest[0], "float32")
   placed, rows = [((1, 3), "int32")] * 2, (TOKENS, WIDTH)
   along = functools.partial
   return {
     "dispatch": (
       lambda x, *where: along(dispatch, capacity=CAPACITY, axis_name="expert")([x], *where),
-      [(rows, "bfloat16"), dest, dest, received],
+      [(rows, "bfloat16"), dest, dest, gate],
     ),
     "dispatch_scaled": (
       along(dispatch_scaled, dtype="bfloat16", capacity=CAPACITY, axis_name="expert"),
-      [(rows, "float8_e4m3fn"), ((TOKENS, 4), "float32"), dest, dest, received],
+      [(rows, "float8_e4m3fn"), ((TOKENS, 4), "float32"), dest, dest, gate],
     ),
     "combine": (
       along(combine, axis_name="expert"),

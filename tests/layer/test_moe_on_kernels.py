@@ -115,7 +115,7 @@ def two_layers():
 
 def test_several_rounds_of_several_layers_hold_kernels_only(two_layers):
   """On four GPUs, forward and backward."""
-  assert kernel_names(two_layers.jaxpr) == LAYER | PLANNING
+  assert kernel_names(two_layers.jaxpr) == LAYER | EXCHANGE | PLANNING
   assert not exchanges_rows(two_layers.jaxpr)
 
 
@@ -146,7 +146,7 @@ def test_lowers_for_gpus(name, data, form, changes):
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
   names = [kernel.params["name"] for kernel in kernels(traced.jaxpr)]
   # Forward needs copies of biases before its first tile; all others ride.
-  assert set(names) == LAYER | PLANNING | {"replicate"}
+  assert set(names) == LAYER | EXCHANGE | PLANNING | {"replicate"}
   assert names.count("replicate") == 1
   assert "all_to_all" not in text and "collective_permute" not in text
   assert ("f8E4M3FN" in text) == (config.dispatch_dtype is not None)
@@ -171,7 +171,7 @@ def test_kernels_convert_no_booleans(two_layers):
 
 
 def test_equal_kernels_are_compiled_once(two_layers):
-  """In all rounds and layers; forward and backward dispatch alike."""
+  """In all rounds and layers."""
   calls = kernels(two_layers.jaxpr)
   count = collections.Counter(map(id, calls))
   distinct = {id(call): call for call in calls}.values()
@@ -180,8 +180,8 @@ def test_equal_kernels_are_compiled_once(two_layers):
   ridden = [x for x in distinct if x.params["name"] in RIDDEN and reaches_others(x)]
   assert {x.params["name"] for x in ridden} == RIDDEN  # those that a transfer rides in, too
   assert min(count.values()) > 1
-  assert names.count("dispatch") == names.count("route_rows") == 1
-  assert names.count("combine") == 2  # with gates, and without
+  assert names.count("route_rows") == 1
+  assert names.count("dispatch") == names.count("combine") == 2  # with gates, and without
   assert len(distinct) <= len(calls) // 2
 
 
@@ -217,7 +217,7 @@ def test_copies_are_sent_by_the_rows_of_their_ranks(remade):
 def test_copies_have_no_kernel_of_their_own(remade):
   """They ride in the matmuls', and so do gradients; ``jax.checkpoint`` runs one of them again."""
   jaxpr, _ = remade
-  assert kernel_names(jaxpr) == LAYER | PLANNING
+  assert kernel_names(jaxpr) == LAYER | EXCHANGE | PLANNING
   matmuls = [kernel for kernel in kernels(jaxpr) if kernel.params["name"] in RIDDEN]
   assert all(map(reaches_others, matmuls))
   names = [kernel.params["name"].removeprefix("grouped_matmul_") for kernel in matmuls]
@@ -229,7 +229,7 @@ def test_copies_have_no_kernel_of_their_own(remade):
 def test_kernels_of_one_process_share_slices(two_layers):
   """In place, which spares a copy."""
   bare = shared_outside_barriers(two_layers.jaxpr.jaxpr)
-  assert {name for name, _ in bare} == {"dispatch", "combine", *RIDDEN}
+  assert {name for name, _ in bare} == EXCHANGE | RIDDEN
 
 
 RETYPED = {"untyped", "pvary", "pcast"}
@@ -275,7 +275,7 @@ def shared_outside_barriers(jaxpr):
 
 def reaches_others(kernel):
   params = kernel.params["compiler_params"]
-  return kernel.params["name"] in {"dispatch", "combine"} or (
+  return kernel.params["name"] in EXCHANGE or (
     kernel.params["name"] in RIDDEN and not params.skip_device_barrier
   )
 
@@ -307,7 +307,7 @@ def test_two_nodes_of_two_gpus_run_all_that_stays_on_a_gpu_by_kernels():
     assert "all_to_all" in str(jaxpr) and "ppermute" in str(jaxpr)
     one_node = dataclasses.replace(config, node_size=4)
     apply = functools.partial(uep.sharded_moe, config=one_node)
-    assert kernel_names(traced_for_gpus(apply, *arguments)) == FORWARD | PLANNING
+    assert kernel_names(traced_for_gpus(apply, *arguments)) == FORWARD | EXCHANGE | PLANNING
 
 
 @pytest.mark.parametrize("node_size", [1, 2])
@@ -368,7 +368,7 @@ def test_a_mesh_that_kernels_cannot_take_is_served_portably():
     axis_names={"expert"},
   )
   jaxpr = traced_for_gpus(run, problem.x, problem.expert_index, problem.gate, problem.weights)
-  assert kernel_names(jaxpr).isdisjoint({"dispatch", "combine", "replicate"})
+  assert kernel_names(jaxpr).isdisjoint(EXCHANGE | {"replicate"})
 
 
 # --- what is traced for other machines: last, as nothing that was traced serves them ----------
@@ -388,7 +388,7 @@ def test_kernels_among_processes_take_no_slices(traced_anew, monkeypatch):
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=CONFIG)
     jaxpr = gradients(apply).trace(*model_arguments("qwen3-235b", mesh)).jaxpr
-  assert kernel_names(jaxpr) == LAYER | PLANNING
+  assert kernel_names(jaxpr) == LAYER | EXCHANGE | PLANNING
   assert not list(shared_outside_barriers(jaxpr))
 
 

@@ -17,7 +17,7 @@ import pytest
 from command_line import command, run
 from fake_devices import gpus
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from programs import FORWARD, PLANNING, kernel_names
+from programs import EXCHANGE, FORWARD, PLANNING, kernel_names
 
 import ultraep_jax
 from ultraep_jax import cli, nodes
@@ -265,7 +265,7 @@ def test_self_check_fits_every_kernel(ranks):
   layer = jax.jit(functools.partial(sharded_moe, config=config))
   with jax.set_mesh(mesh):
     traced = layer.trace(*selfcheck.make_problem(ranks))
-    assert kernel_names(traced.jaxpr) == FORWARD | PLANNING
+    assert kernel_names(traced.jaxpr) == FORWARD | EXCHANGE | PLANNING
     if ranks == 2:  # what kernels take of a GPU does not depend on the ranks
       assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -118,17 +118,17 @@ def test_runs_where_it_saves(monkeypatch):
     made.clear()
 
     def chosen(*args):
-      return exchange.cross(
-        *args,
-        width=8,
-        dtype=jnp.float32,
+      return exchange.send(
+        *(jnp.ones((TOKENS, 8)), jnp.ones((TOKENS, TOP_K)), *args),
+        dispatch_dtype=None,
         node_ranks=node_ranks,
         implementations=("portable",),
         placing=("portable",),
         tunings=UNTUNED,
+        count=None,
       )
 
-    run = on_ranks(chosen, 64, lambda crossing: crossing.spread(jnp.ones((TOKENS, TOP_K))), 0)
+    run = on_ranks(chosen, 64, lambda sent: sent.gate_C, 0)
     jax.make_jaxpr(run)(*arguments)
     return set(made) == {node_ranks}
 

@@ -61,13 +61,6 @@ class Routing(NamedTuple):
   rounds: Array | None  # None: one, whatever the loads
 
 
-class _Start(NamedTuple):
-  """How one round's tokens cross, and the gates of its rows."""
-
-  crossing: exchange.Crossing
-  gate_C: Array
-
-
 class _Round(NamedTuple):
   """One round's crossing, and the inputs and projections of its experts."""
 
@@ -105,22 +98,20 @@ def _experts_on_tokens(
   static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
 ) -> Array:
   static = static._replace(capacity=static.transient_capacity)
-  start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=False)
-  return _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
+  sent, out = _run_round(static, x_TD, gate_TK, replicas, routing, 0, keep_hidden=False)
+  return _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(sent, out), out.copies)
 
 
 def _forward(
   static: Static, x_TD: Array, gate_TK: Array, weights: ExpertWeights, routing: Routing
 ) -> tuple[Array, tuple]:
-  start = _cross(static, x_TD, gate_TK, routing, 0)
   replicas = _replicas(static, x_TD.dtype, weights, routing)
-  out, first = _run_round(static, x_TD, replicas, routing, 0, start, keep_hidden=True)
-  y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(out, first), out.copies)
+  sent, out = _run_round(static, x_TD, gate_TK, replicas, routing, 0, keep_hidden=True)
+  y_TD = _more_rounds(static, x_TD, gate_TK, replicas, routing, _combine(sent, out), out.copies)
   routing = named(routing, ROWS_NAME)  # where rows are kept, backward does not plan again
-  hidden = named(first.hidden, HIDDEN_NAME)
-  first = named(first, ROWS_NAME)._replace(hidden=hidden)
+  hidden = named(out.hidden, HIDDEN_NAME)
+  first = named(_kept(sent, out), ROWS_NAME)._replace(hidden=hidden)
   return y_TD, (x_TD, gate_TK, weights, routing, first)
 
 
@@ -166,8 +157,7 @@ def _backward(
   replicas = dataclasses.replace(replicas, known=copies)
 
   def add_round(index: Array, total: _Grads) -> _Grads:
-    start = _cross(static, x_TD, gate_TK, routing, index)
-    _, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=True)
+    this = _kept(*_run_round(static, x_TD, gate_TK, replicas, routing, index, keep_hidden=True))
     grads, _ = round_grads(index, this, replicas, total.home)
     return _Grads(total.x_TD + grads.x_TD, total.gate_TK + grads.gate_TK, grads.home)
 
@@ -220,29 +210,10 @@ def _more_rounds(
   replicas = dataclasses.replace(replicas, known=copies)
 
   def add_round(index: Array, y_TD: Array) -> Array:
-    start = _cross(static, x_TD, gate_TK, routing, index)
-    out, this = _run_round(static, x_TD, replicas, routing, index, start, keep_hidden=False)
-    return y_TD + _combine(out, this)
+    sent, out = _run_round(static, x_TD, gate_TK, replicas, routing, index, keep_hidden=False)
+    return y_TD + _combine(sent, out)
 
   return lax.fori_loop(jnp.int32(1), routing.rounds, add_round, y_TD)
-
-
-def _cross(
-  static: Static, x_TD: Array, gate_TK: Array, routing: Routing, index: Array | int
-) -> _Start:
-  crossing = exchange.cross(
-    routing.routes,
-    index,
-    static.capacity,
-    static.axis_name,
-    width=x_TD.shape[1],
-    dtype=x_TD.dtype,
-    node_ranks=static.node_ranks,
-    implementations=static.exchanging,
-    placing=static.placing,
-    tunings=static.tunings,
-  )
-  return _Start(crossing, crossing.spread(gate_TK))
 
 
 def _replicas(
@@ -272,18 +243,25 @@ def _placement(routing: Routing) -> tuple[Array, Array]:
 def _run_round(
   static: Static,
   x_TD: Array,
+  gate_TK: Array,
   replicas: replicate.Replicas,
   routing: Routing,
   index: Array | int,
-  start: _Start,
   keep_hidden: bool,
-) -> tuple[experts.ExpertOutput, _Round]:
+) -> tuple[exchange.Sent, experts.ExpertOutput]:
   """Dispatches one round's tokens and runs their experts."""
-  x_TD = ordered(static, routing, x_TD, start.gate_C)
-  rows_CD = start.crossing.dispatch(x_TD, static.dispatch_dtype)
-  replicas = _copies_after(static, routing, replicas, rows_CD)
+  sent = exchange.send(
+    *(x_TD, gate_TK, routing.routes, index, static.capacity, static.axis_name),
+    dispatch_dtype=static.dispatch_dtype,
+    node_ranks=static.node_ranks,
+    implementations=static.exchanging,
+    placing=static.placing,
+    tunings=static.tunings,
+    count=_count(static, routing),
+  )
+  replicas = _copies_after(static, routing, replicas, sent.rows_CD)
   out = experts.expert_forward(
-    rows_CD,
+    sent.rows_CD,
     replicas.home,
     replicas,
     _round_sizes(static, routing, index),
@@ -293,14 +271,23 @@ def _run_round(
     implementations=static.multiplying,
     tunings=static.tunings,
   )
-  return out, _Round(start.crossing, rows_CD, start.gate_C, out.hidden)
+  return sent, out
+
+
+def _kept(sent: exchange.Sent, out: experts.ExpertOutput) -> _Round:
+  return _Round(sent.crossing, sent.rows_CD, sent.gate_C, out.hidden)
 
 
 def ordered(static: Static, routing: Routing, value: Array, *earlier: Array) -> Array:
-  """``mesh.after`` for portable exchanges; kernels need no order of their own."""
-  if "mosaic_gpu" in (*static.replicating, *static.exchanging, *static.multiplying):
-    return value
-  return after(value, routing.home_rows_G[0], *earlier)
+  """``mesh.after`` for portable exchanges."""
+  count = _count(static, routing)
+  return value if count is None else after(value, count, *earlier)
+
+
+def _count(static: Static, routing: Routing) -> Array | None:
+  """For ``mesh.after``; ``None`` beside kernels, which need no order of their own."""
+  kernels_run = "mosaic_gpu" in (*static.replicating, *static.exchanging, *static.multiplying)
+  return None if kernels_run else routing.home_rows_G[0]
 
 
 def _copies_after(
@@ -313,8 +300,8 @@ def _copies_after(
   return dataclasses.replace(replicas, replica_expert_GS=placed_GS)
 
 
-def _combine(out: experts.ExpertOutput, this: _Round) -> Array:
-  return this.crossing.combine(out.rows_CD, this.gate_C)
+def _combine(sent: exchange.Sent, out: experts.ExpertOutput) -> Array:
+  return sent.crossing.combine(out.rows_CD, sent.gates)
 
 
 def _round_sizes(static: Static, routing: Routing, index: Array | int) -> Array:

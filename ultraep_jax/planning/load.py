@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
+import pallas_kernels as kernels
+from ultraep_jax.implementation import Implementations, first_that_can
 from ultraep_jax.types import Array, AxisName
 
 _TABLES = 64
@@ -34,9 +36,15 @@ def expert_load(expert_index_TK: Array, num_experts: int) -> Array:
   return _count(jnp.where(index_A < 0, num_experts, index_A), num_experts)
 
 
-def gather_loads(load_E: Array, axis_name: AxisName) -> Array:
+def gather_loads(
+  load_E: Array, axis_name: AxisName, implementations: Implementations = ("portable",)
+) -> Array:
   """The load matrix ``[G, E]``, equal on every rank of ``axis_name`` and typed so."""
-  return lax.all_gather(load_E, axis_name, to="invarying")
+  candidates = {
+    "mosaic_gpu": lambda: kernels.gather(load_E, axis_name=axis_name),
+    "portable": lambda: lax.all_gather(load_E, axis_name, to="invarying"),
+  }
+  return first_that_can(implementations, candidates)
 
 
 def position_in_group(group_A: Array, num_groups: int) -> tuple[Array, Array]:

@@ -7,13 +7,14 @@ write into other GPUs' memory (``push_exchange``), or collectives: equal blocks 
 or once to each node first, where that costs fewer bytes (``node_exchange``).
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jax import lax
 
 from pallas_kernels import Tunings
 from ultraep_jax.config import DispatchDtype
 from ultraep_jax.implementation import Implementations, first_that_can
+from ultraep_jax.mesh import after
 from ultraep_jax.transport import (
   block_exchange,
   gather_exchange,
@@ -26,26 +27,16 @@ from ultraep_jax.types import Array, AxisName, Routes
 
 
 class Crossing(Protocol):
-  """How one rank's tokens cross in one round: built by ``cross``, used in both directions.
+  """How one rank's tokens cross in one round: made by ``send``, used in both directions.
 
   A pytree. All ranks of the mesh must call the same methods in the same order.
   """
 
-  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
-    """Carries tokens ``[T, D]`` to their rows ``[C, D]``.
-
-    Args:
-      x_TD: tokens.
-      dtype: that they cross in; every row holds its token as ``wire`` rounds it, also where the
-        token does not leave its rank. ``None``: their own.
-
-    Returns:
-      ``[C, D]`` in the dtype of the tokens, the same bits from every implementation. Rows that
-      no token feeds may hold anything, NaN included.
-    """
+  def dispatch(self, x_TD: Array) -> Array:
+    """Carries others to the rows of the tokens, such as gradients ``[T, D]`` to ``[C, D]``."""
     ...
 
-  def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
+  def combine(self, rows_CD: Array, gates: Array | None, /) -> Array:
     """Sums each token's rows, weighted by their gates: the adjoint of ``dispatch``.
 
     Both sums, of a token's rows on one rank and over ranks, are in float32 and in the order of
@@ -53,19 +44,15 @@ class Crossing(Protocol):
 
     Args:
       rows_CD: ``[C, D]``; rows that no token feeds are ignored, NaN included.
-      gate_C: ``[C]`` float32; ``None``: all gates are 1.
+      gates: as ``Sent`` has them; ``None``: all are 1.
 
     Returns:
       ``[T, D]`` in the dtype of the rows.
     """
     ...
 
-  def spread(self, value_TK: Array) -> Array:
-    """Carries one number per assignment, such as its gate, to its row ``[C]``."""
-    ...
-
   def collect(self, value_C: Array) -> Array:
-    """Brings one number per row back to its assignment: the adjoint of ``spread``.
+    """Brings one number per row back to its assignment, such as the gradient of its gate.
 
     Returns:
       ``[T, K]``, zero where the assignment is not of this round.
@@ -73,53 +60,81 @@ class Crossing(Protocol):
     ...
 
 
-def cross(
+class Sent(NamedTuple):
+  """What a rank has received in a round.
+
+  Attributes:
+    rows_CD: the tokens at their rows, in their dtype and the same bits from every implementation.
+      Rows that no token feeds may hold anything, NaN included.
+    gates: float32, in the form that ``Crossing.combine`` takes.
+    gate_C: ``[C]`` float32, at their rows; zero at rows that no token feeds.
+    crossing: the way back.
+  """
+
+  rows_CD: Array
+  gates: Array
+  gate_C: Array
+  crossing: Crossing
+
+
+def send(
+  x_TD: Array,
+  gate_TK: Array,
   routes: Routes,
   round_index: Array | int,
   capacity: int,
   axis_name: AxisName,
   *,
-  width: int,
-  dtype: object,
+  dispatch_dtype: DispatchDtype | None,
   node_ranks: int,
   implementations: Implementations,
   placing: Implementations,
   tunings: Tunings,
-) -> Crossing:
-  """Lists the tokens that cross in a round.
+  count: Array | None,
+) -> Sent:
+  """Carries the tokens of a round to their rows.
 
   Args:
+    x_TD: this rank's tokens.
+    gate_TK: float32, the gates of their assignments.
     routes: this rank's routes.
     round_index: the round, the same on every rank.
     capacity: C.
     axis_name: the expert mesh axis.
-    width: D.
-    dtype: of tokens and rows.
+    dispatch_dtype: that tokens cross in; every row holds its token as ``wire`` rounds it, also
+      where the token does not leave its rank. ``None``: their own.
     node_ranks: ranks along the axis that are on one node, side by side.
     implementations: what to try, in order.
     placing: the same, for what collectives bring.
     tunings: how kernels are laid out.
+    count: for ``mesh.after``, where collectives must follow each other; ``None``: they need not.
 
   Raises:
     NotImplementedError: none of them can.
   """
 
-  def portable() -> Crossing:
+  def by_kernels() -> Sent:
+    rows_CD, gate_GTK, crossing = push_exchange.send(
+      *(x_TD, gate_TK, routes, round_index, capacity, axis_name),
+      dispatch_dtype=dispatch_dtype,
+      tunings=tunings,
+    )
+    return Sent(rows_CD, gate_GTK, crossing.at_rows(gate_GTK), crossing)
+
+  def by_collectives() -> Sent:
     num_tokens, top_k = routes.dest_TK.shape
     sizes = num_tokens, top_k, lax.axis_size(axis_name)
-    place = Placing(placing, tunings)
+    arguments, place = (routes, round_index, capacity, axis_name), Placing(placing, tunings)
     if node_exchange.saves(*sizes, node_ranks):
-      return node_exchange.cross(
-        routes, round_index, capacity, axis_name, node_ranks, placing=place
-      )
-    if gather_exchange.saves(*sizes) and received.fits(capacity, axis_name):
-      return gather_exchange.cross(routes, round_index, capacity, axis_name, placing=place)
-    return block_exchange.cross(routes, round_index, capacity, axis_name, placing=place)
+      crossing = node_exchange.cross(*arguments, node_ranks, placing=place)
+    elif gather_exchange.saves(*sizes) and received.fits(capacity, axis_name):
+      crossing = gather_exchange.cross(*arguments, placing=place)
+    else:
+      crossing = block_exchange.cross(*arguments, placing=place)
+    gate_C = crossing.spread(gate_TK)
+    after_TD = x_TD if count is None else after(x_TD, count, gate_C)
+    rows_CD = crossing.dispatch(after_TD, dispatch_dtype)
+    return Sent(rows_CD, gate_C, gate_C, crossing)
 
-  candidates = {
-    "mosaic_gpu": lambda: push_exchange.cross(
-      routes, round_index, capacity, axis_name, width=width, dtype=dtype, tunings=tunings
-    ),
-    "portable": portable,
-  }
+  candidates = {"mosaic_gpu": by_kernels, "portable": by_collectives}
   return first_that_can(implementations, candidates)

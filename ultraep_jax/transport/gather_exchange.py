@@ -54,6 +54,11 @@ class GatherCrossing(received.ToldCrossing):
     candidates = {"mosaic_gpu": own_first, "portable": at_once}
     return first_that_can(self.placing.implementations, candidates)
 
+  @jax.named_scope("uep.dispatch")
+  def spread(self, value_TK: Array) -> Array:
+    """Rows that no token feeds have zero."""
+    return self.at_rows(lax.all_gather(value_TK, self.axis_name))
+
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """The rank that computed the rows sums those of a token, the token's rank sums over ranks."""

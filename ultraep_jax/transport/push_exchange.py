@@ -1,7 +1,7 @@
 """The exchange of tokens by kernels that write into other GPUs' memory.
 
-Every rank is told the rows of all assignments first, by a small ``all_gather``; then it knows
-what it receives, and the kernels need no lists.
+The first dispatch tells every rank the rows and gates of all assignments, in lines that travel with
+the tokens. The other transfers of a round need no lists.
 """
 
 import dataclasses
@@ -30,55 +30,79 @@ class PushCrossing(received.ToldCrossing):
   tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
 
   @jax.named_scope("uep.dispatch")
-  def dispatch(self, x_TD: Array, dtype: DispatchDtype | None = None) -> Array:
+  def dispatch(self, x_TD: Array) -> Array:
     """Rows that no token feeds hold anything."""
-    assignments = self.dest_TK, self.row_TK, self.received_GTK
-    sizes: Any = {"capacity": self.capacity, "axis_name": self.axis_name}
-    if dtype is None:
-      sizes["tuning"] = self._tuning("dispatch", x_TD)
-      return kernels.dispatch([x_TD], *assignments, **sizes)[0]
-    value_TD, scale_TB = wire.pack(x_TD, dtype)
-    sizes["tuning"] = self._tuning("dispatch scaled", value_TD)
-    # Multiplied on arrival: a pass of its own would read and write all rows once more.
-    return kernels.dispatch_scaled(value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes)
+    assignments = x_TD, None, self.dest_TK, self.row_TK, None
+    return _dispatch(*assignments, self.capacity, self.axis_name, self.tunings).arrays[0]
 
   @jax.named_scope("uep.combine")
-  def combine(self, rows_CD: Array, gate_C: Array | None) -> Array:
-    """Sums at the rank of the rows, then at the token's."""
-    gate_GTK = None if gate_C is None else self.at_rows(gate_C)
+  def combine(self, rows_CD: Array, gate_GTK: Array | None) -> Array:
+    """Sums at the rank of the rows, then at the token's; gates are those of all assignments."""
     return kernels.combine(
       rows_CD,
       gate_GTK,
       self.dest_TK,
       self.received_GTK,
       axis_name=self.axis_name,
-      tuning=self._tuning("combine", rows_CD),
+      tuning=_tuning(self.tunings, "combine", rows_CD),
     )
-
-  def _tuning(self, operation: str, token_XD: Array) -> Any:
-    return self.tunings.find(operation, token_XD.shape[1] * token_XD.dtype.itemsize)
 
 
 @jax.named_scope("uep.dispatch")
-def cross(
+def send(
+  x_TD: Array,
+  gate_TK: Array,
   routes: Routes,
   round_index: Array | int,
   capacity: int,
   axis_name: AxisName,
   *,
-  width: int,
-  dtype: object,
+  dispatch_dtype: DispatchDtype | None = None,
   tunings: Tunings = UNTUNED,
-) -> PushCrossing:
-  """Tells every rank the rows of a round; see ``exchange.cross``.
+) -> tuple[Array, Array, PushCrossing]:
+  """Dispatches the tokens of a round; see ``exchange.send``.
+
+  Returns:
+    The rows ``[C, D]``; ``gate_GTK``, the gates of all assignments of all ranks; the crossing.
 
   Raises:
     NotImplementedError: sizes or a mesh that the kernels do not handle.
   """
   kernels.check_mesh(axis_name)
-  kernels.check_sizes(width, dtype)
+  kernels.check_sizes(x_TD.shape[1], x_TD.dtype)
   if not received.fits(capacity, axis_name):
     raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")
   dest_TK, row_TK = received.of_round(routes, round_index, capacity)
-  received_GTK = received.rows(dest_TK, row_TK, capacity, axis_name)
-  return PushCrossing(axis_name, capacity, dest_TK, received_GTK, row_TK, tunings)
+  assignments = x_TD, dispatch_dtype, dest_TK, row_TK, gate_TK
+  (rows_CD,), received_GTK, gate_GTK = _dispatch(*assignments, capacity, axis_name, tunings)
+  assert gate_GTK is not None  # gates were sent
+  return (
+    rows_CD,
+    gate_GTK,
+    PushCrossing(axis_name, capacity, dest_TK, received_GTK, row_TK, tunings),
+  )
+
+
+def _dispatch(
+  x_TD: Array,
+  dtype: DispatchDtype | None,
+  dest_TK: Array,
+  row_TK: Array,
+  gate_TK: Array | None,
+  capacity: int,
+  axis_name: AxisName,
+  tunings: Tunings,
+) -> "kernels.Dispatched":
+  assignments = dest_TK, row_TK, gate_TK
+  sizes: Any = {"capacity": capacity, "axis_name": axis_name}
+  if dtype is None:
+    sizes["tuning"] = _tuning(tunings, "dispatch", x_TD)
+    return kernels.dispatch([x_TD], *assignments, **sizes)
+  value_TD, scale_TB = wire.pack(x_TD, dtype)
+  sizes["tuning"] = _tuning(tunings, "dispatch scaled", value_TD)
+  # Multiplied on arrival: a pass of its own would read and write all rows once more.
+  return kernels.dispatch_scaled(value_TD, scale_TB, *assignments, dtype=x_TD.dtype, **sizes)
+
+
+def _tuning(tunings: Tunings, operation: str, token_XD: Array) -> Any:
+  return tunings.find(operation, token_XD.shape[1] * token_XD.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What a rank receives, where an ``all_gather`` tells every rank the rows of all assignments."""
+"""What a rank receives, where every rank is told the rows of all assignments."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def rows(dest_TK: Array, row_TK: Array, capacity: int, axis_name: AxisName) -> A
 
 @dataclasses.dataclass(frozen=True)
 class ToldCrossing:
-  """A crossing whose ranks are told the rows of all assignments; see ``exchange.Crossing``.
+  """A crossing whose ranks know the rows of all assignments; see ``exchange.Crossing``.
 
   Attributes:
     axis_name: the expert mesh axis.
@@ -43,20 +43,15 @@ class ToldCrossing:
   dest_TK: Array
   received_GTK: Array
 
-  @jax.named_scope("uep.dispatch")
-  def spread(self, value_TK: Array) -> Array:
-    """Rows that no token feeds are zero."""
-    value_GTK = lax.all_gather(value_TK, self.axis_name)
+  def at_rows(self, value_GTK: Array) -> Array:
+    """Numbers of assignments at their rows, ``[C]``; rows that no token feeds have zero."""
     row_GTK = jnp.where(self.received_GTK < 0, self.capacity, self.received_GTK)
-    value_C = jnp.zeros(self.capacity, value_TK.dtype)
+    value_C = jnp.zeros(self.capacity, value_GTK.dtype)
     return value_C.at[row_GTK].set(value_GTK, mode="drop")
 
   @jax.named_scope("uep.combine")
   def collect(self, value_C: Array) -> Array:
     """Every assignment has one row: the sum over ranks is its number."""
-    return lax.psum_scatter(self.at_rows(value_C), self.axis_name)
-
-  def at_rows(self, value_C: Array) -> Array:
-    """Numbers of rows at their assignments, zero at others."""
     value_GTK = value_C[jnp.maximum(self.received_GTK, 0)]
-    return jnp.where(self.received_GTK >= 0, value_GTK, 0)
+    value_GTK = jnp.where(self.received_GTK >= 0, value_GTK, 0)
+    return lax.psum_scatter(value_GTK, self.axis_name)

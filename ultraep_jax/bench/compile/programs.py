@@ -99,15 +99,15 @@ def _reduce(replicas: Array, homes: Array, slots: Array) -> list[Array]:
   return kernels.reduce_replicas([replicas], [homes], placed, placed, axis_name=AXIS)
 
 
-def _dispatch(tokens: Array, dest: Array, row: Array) -> list[Array]:
-  received = jax.lax.all_gather(row, AXIS)
-  return kernels.dispatch([tokens], dest, row, received, capacity=CAPACITY, axis_name=AXIS)
+def _dispatch(tokens: Array, dest: Array, row: Array) -> kernels.Dispatched:
+  gate = row.astype(jnp.float32)
+  return kernels.dispatch([tokens], dest, row, gate, capacity=CAPACITY, axis_name=AXIS)
 
 
-def _dispatch_scaled(tokens: Array, scales: Array, dest: Array, row: Array) -> Array:
-  received = jax.lax.all_gather(row, AXIS)
+def _dispatch_scaled(tokens: Array, scales: Array, dest: Array, row: Array) -> kernels.Dispatched:
+  gate = row.astype(jnp.float32)
   return kernels.dispatch_scaled(
-    tokens, scales, dest, row, received, dtype=jnp.bfloat16, capacity=CAPACITY, axis_name=AXIS
+    tokens, scales, dest, row, gate, dtype=jnp.bfloat16, capacity=CAPACITY, axis_name=AXIS
   )
 
 

@@ -98,10 +98,35 @@ def on_mesh(mesh: jax.sharding.Mesh, function: Callable[..., Any]) -> Callable[.
   )
 
 
-def crossing(kind: Any, dest_TK: Array, row_TK: Array, capacity: int, width: int) -> Any:
+def send_by_kernels(
+  x_TD: Array,
+  gate_TK: Array,
+  dest_TK: Array,
+  row_TK: Array,
+  capacity: int,
+  dispatch_dtype: DispatchDtype | None,
+) -> Any:
   routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
-  if kind is push_exchange:
-    return push_exchange.cross(routes, 0, capacity, AXIS, width=width, dtype=jnp.bfloat16)
+  arguments = x_TD, gate_TK, routes, 0, capacity, AXIS
+  rows_CD, gate_GTK, crossing = push_exchange.send(*arguments, dispatch_dtype=dispatch_dtype)
+  return rows_CD, gate_GTK, crossing.at_rows(gate_GTK), crossing
+
+
+def send_by_blocks(
+  x_TD: Array,
+  gate_TK: Array,
+  dest_TK: Array,
+  row_TK: Array,
+  capacity: int,
+  dispatch_dtype: DispatchDtype | None,
+) -> Any:
+  crossing = blocks(dest_TK, row_TK, capacity)
+  gate_C = crossing.spread(gate_TK)
+  return crossing.dispatch(x_TD, dispatch_dtype), gate_C, gate_C, crossing
+
+
+def blocks(dest_TK: Array, row_TK: Array, capacity: int) -> block_exchange.BlockCrossing:
+  routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
   return block_exchange.cross(routes, 0, capacity, AXIS)
 
 
@@ -115,28 +140,30 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
     masked, favour = (float(rng.choice([0.0, 0.1, 0.9])), float(rng.choice([0.0, 2.0, 50.0])))
     dest, row, capacity = random_routes(rng, mesh.size, tokens, top_k, masked, favour)
     x = np.asarray(rng.normal(size=(mesh.size, tokens, width)), dtype)
-    gate = rng.random(dest.shape).astype(np.float32)
+    gate = rng.uniform(0.5, 1, dest.shape).astype(np.float32)
 
     def both(
-      kind: Any,
+      send: Callable[..., Any],
       dest_TK: Array,
       row_TK: Array,
       x_TD: Array,
       gate_TK: Array,
       capacity: int = capacity,
-      width: int = width,
     ) -> Any:
-      cross = crossing(kind, dest_TK, row_TK, capacity, width)
-      rows_CD, gate_C = cross.dispatch(x_TD, dispatch_dtype), cross.spread(gate_TK)
-      used_C = cross.spread(jnp.ones(gate_TK.shape, jnp.float32)) > 0
-      rows_CD = jnp.where(used_C[:, None], rows_CD, 0)
-      y_TD = cross.combine(rows_CD * 2, gate_C)
-      return rows_CD, gate_C, y_TD, cross.combine(rows_CD, None), cross.collect(gate_C)
+      arguments = x_TD, gate_TK, dest_TK, row_TK, capacity, dispatch_dtype
+      rows_CD, gates, gate_C, cross = send(*arguments)
+      used_C1 = (gate_C > 0)[:, None]  # others may hold anything
+      rows_CD = jnp.where(used_C1, rows_CD, 0)
+      again_CD = jnp.where(used_C1, cross.dispatch(x_TD), 0)
+      y_TD = cross.combine(rows_CD * 2, gates)
+      sums_TD, value_TK = cross.combine(rows_CD, None), cross.collect(gate_C)
+      return rows_CD, again_CD, gate_C, value_TK, y_TD, sums_TD
 
     args = processes.put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))
-    got = processes.gather(on_mesh(mesh, functools.partial(both, push_exchange))(*args))
-    want = processes.gather(on_mesh(mesh, functools.partial(both, block_exchange))(*args))
-    for part, a, b in zip(("rows", "gates", "y", "sum", "value"), got, want, strict=True):
+    got = processes.gather(on_mesh(mesh, functools.partial(both, send_by_kernels))(*args))
+    want = processes.gather(on_mesh(mesh, functools.partial(both, send_by_blocks))(*args))
+    parts = "rows", "again", "gates", "value", "y", "sum"
+    for part, a, b in zip(parts, got, want, strict=True):
       a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
       if part in ("y", "sum"):  # fused multiply-adds round differently
         error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-9)
@@ -174,8 +201,9 @@ def time_shape(
     return jax.random.normal(key, (mesh.size, capacity, width), jnp.bfloat16)
 
   x, rows = normal(jax.random.key(0)), normal_rows(jax.random.key(1))
-  gate = processes.put(rng.random(received.shape).astype(np.float32), sharding)
-  dest, row, received = processes.put((dest, row, received), sharding)
+  gate, value = (rng.random(of.shape).astype(np.float32) for of in (received, dest))
+  arrays = processes.put((dest, row, received, gate, value), sharding)
+  dest, row, received, gate, value = arrays
 
   def there(tuning: ExchangeTuning, _: Array, x: Array, *tables: Array) -> Any:
     sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
@@ -185,34 +213,28 @@ def time_shape(
     return dispatch_scaled(*arrays, *tables, dtype=x.dtype, **sizes)
 
   def there_and_pass(_: Array, x: Array, *tables: Array) -> Array:
-    rows = dispatch(wire.pack(x, dispatch_dtype), *tables, capacity=capacity, axis_name=AXIS)
-    return wire.unpack(rows, x.dtype)
+    sent = dispatch(wire.pack(x, dispatch_dtype), *tables, capacity=capacity, axis_name=AXIS)
+    return wire.unpack(sent.arrays, x.dtype)
 
   def back(tuning: ExchangeTuning, _: Array, rows: Array, gate: Array, *tables: Array) -> Array:
     dest_TK, received_GTK = tables
     return combine(rows, gate, dest_TK, received_GTK, axis_name=AXIS, tuning=tuning)
 
   def block_there(_: Array, x: Array, dest_TK: Array, row_TK: Array) -> Array:
-    cross = crossing(block_exchange, dest_TK, row_TK, capacity, width)
-    return cross.dispatch(x, dispatch_dtype)
+    return blocks(dest_TK, row_TK, capacity).dispatch(x, dispatch_dtype)
 
   def block_back(_: Array, rows: Array, dest_TK: Array, row_TK: Array) -> Array:
-    cross = crossing(block_exchange, dest_TK, row_TK, capacity, width)
-    return cross.combine(rows, jnp.ones(capacity, jnp.float32))
-
-  def tables_only(_: Array, dest_TK: Array, row_TK: Array, x: Array) -> Any:
-    return crossing(push_exchange, dest_TK, row_TK, capacity, width).received_GTK, x[:1]
+    return blocks(dest_TK, row_TK, capacity).combine(rows, jnp.ones(capacity, jnp.float32))
 
   variants: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
-    "announce rows": (tables_only, (dest, row, x)),
     "dispatch, portable": (block_there, (x, dest, row)),
     "combine, portable": (block_back, (rows, dest, row)),
   }
   if dispatch_dtype is not None:
-    variants["dispatch, scaled by a pass"] = (there_and_pass, (x, dest, row, received))
+    variants["dispatch, scaled by a pass"] = (there_and_pass, (x, dest, row, value))
   for t in tunings:
     label = f"{t.blocks} x {t.workers} x {t.tile_bytes} x {t.steps}"
-    variants[f"dispatch {label}"] = (functools.partial(there, t), (x, dest, row, received))
+    variants[f"dispatch {label}"] = (functools.partial(there, t), (x, dest, row, value))
     variants[f"combine {label}"] = (functools.partial(back, t), (rows, gate, dest, received))
   measured = []
   for name, (function, args) in variants.items():

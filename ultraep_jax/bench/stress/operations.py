@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import ExchangeTuning, TransferTuning
+from pallas_kernels import Dispatched, ExchangeTuning, TransferTuning
 from ultraep_jax.bench.kernels.portable import AXIS
 from ultraep_jax.transport import block_exchange, replicate
 from ultraep_jax.types import Array, Routes
@@ -28,7 +28,7 @@ class Operations(NamedTuple):
 
   replicate: Callable[[list[Array], Array, Array], list[Array]]
   reduce_replicas: Callable[[list[Array], list[Array], Array, Array], list[Array]]
-  dispatch: Callable[[list[Array], Crossing], list[Array]]
+  dispatch: Callable[[list[Array], Array, Crossing], Dispatched]
   combine: Callable[[Array, Array | None, Crossing], Array]
 
 
@@ -48,10 +48,10 @@ def kernels(
       arrays, replica_GS, parent_GS, axis_name=AXIS, tuning=copied or tuning, home_rows_G=rows_G
     )
 
-  def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
-    tables = (to.dest_TK, to.row_TK, to.received_GTK)
+  def dispatch(arrays: list[Array], value_TK: Array, to: Crossing) -> Dispatched:
+    assignments = to.dest_TK, to.row_TK, value_TK
     return pallas_kernels.dispatch(
-      arrays, *tables, capacity=to.capacity, axis_name=AXIS, tuning=dealt
+      arrays, *assignments, capacity=to.capacity, axis_name=AXIS, tuning=dealt
     )
 
   def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
@@ -80,9 +80,10 @@ def _portable() -> Operations:
     moved = replicate.replicate([as_bits(array) for array in arrays], *plan, axis_name=AXIS)
     return [lax.bitcast_convert_type(m, a.dtype) for m, a in zip(moved, arrays, strict=True)]
 
-  def dispatch(arrays: list[Array], to: Crossing) -> list[Array]:
+  def dispatch(arrays: list[Array], value_TK: Array, to: Crossing) -> Dispatched:
     moved = [cross(to).dispatch(as_bits(array)) for array in arrays]
-    return [lax.bitcast_convert_type(m, a.dtype) for m, a in zip(moved, arrays, strict=True)]
+    moved = [lax.bitcast_convert_type(m, a.dtype) for m, a in zip(moved, arrays, strict=True)]
+    return Dispatched(moved, to.received_GTK, lax.all_gather(value_TK, AXIS))
 
   def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
     gate_C = None

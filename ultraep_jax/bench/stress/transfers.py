@@ -136,7 +136,11 @@ def _check_dispatch(ops: Operations, salt: Array, routes: Any, scale: int) -> Ar
   arrays = [lax.bitcast_convert_type(b, d) for b, (_, d) in zip(bits, _CARRIED, strict=True)]
   source_C = _sources(to)
   wrong = jnp.int32(0)
-  for got, sent in zip(ops.dispatch(arrays, to), bits, strict=True):
+  value_TK = _bits(salt + 1, to.dest_TK.shape).astype(jnp.float32)
+  came = ops.dispatch(arrays, value_TK, to)
+  wrong += _count(came.received_GTK != to.received_GTK)
+  wrong += _count(came.value_GTK != lax.all_gather(value_TK, AXIS))
+  for got, sent in zip(came.arrays, bits, strict=True):
     want_CX = lax.all_gather(sent, AXIS, tiled=True)[jnp.maximum(source_C, 0)]
     differs_CX = as_bits(got) != want_CX
     wrong += _count(differs_CX & (source_C >= 0)[:, None])

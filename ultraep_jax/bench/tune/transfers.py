@@ -145,7 +145,7 @@ def _exchange(
       values, dest_TK, row_TK, received_GTK = (part[0] for part in rest)
       if operation == "dispatch":
         sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
-        (out,) = kernels.dispatch([values], dest_TK, row_TK, received_GTK, **sizes)
+        (out,) = kernels.dispatch([values], dest_TK, row_TK, **sizes).arrays
       else:
         gate_GTK = jnp.where(received_GTK >= 0, 0.125, 0.0).astype(jnp.float32)
         out = kernels.combine(
