@@ -52,11 +52,15 @@ if TYPE_CHECKING:
   from pallas_kernels.transfer.replicate import replicate, replication
   from pallas_kernels.transfer.scales import SCALED, num_scales
   from pallas_kernels.transfer.tiles import Transfer
-  from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
+  from pallas_kernels.transfer.tuning import (
+    ExchangeTuning,
+    TransferTuning,
+    combining,
+    dispatching,
+  )
   from pallas_kernels.tunings import UNTUNED, Tunings
 
 __all__ = [
-  "COMBINING",
   "EVEN",
   "HOPPER",
   "NEEDS",
@@ -79,9 +83,11 @@ __all__ = [
   "check_sizes",
   "choose_tile",
   "combine",
+  "combining",
   "device",
   "dispatch",
   "dispatch_scaled",
+  "dispatching",
   "elementwise",
   "even_tiles_pay",
   "gated_beside",
@@ -152,7 +158,7 @@ _MODULES = {
   "transfer.replicate": ("replicate", "replication"),
   "transfer.scales": ("SCALED", "num_scales"),
   "transfer.tiles": ("Transfer",),
-  "transfer.tuning": ("COMBINING", "ExchangeTuning", "TransferTuning"),
+  "transfer.tuning": ("ExchangeTuning", "TransferTuning", "combining", "dispatching"),
   "tunings": ("UNTUNED", "Tunings"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

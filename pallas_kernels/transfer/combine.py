@@ -4,10 +4,12 @@ The token of ``dispatch``, on its way back, with gates a, b and c::
 
   rank 1:  b * row 4 + c * row 9 ──► one sum, pushed to rank 0
   rank 0:  a * row 2 + what came from rank 1 ──► token t
+
+A rank sends what others need before it adds its own rows, which takes memory and no links.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import chunks, peers
 from pallas_kernels.transfer import tiles as tiling
 from pallas_kernels.transfer.chunks import Deal
-from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning
+from pallas_kernels.transfer.tuning import ExchangeTuning, combining
 from pallas_kernels.warp.branches import cond, when
 
 _LANES = 128  # threads that add a row together
@@ -43,9 +45,9 @@ def combine(
   """Sums every token's rows, weighted by their gates.
 
   The rank that computed the rows sums those of a token and sends the sum once; the token's rank
-  sums over ranks. Both sums are in float32 and in the order of the token's assignments, so the
-  result does not depend on timing; what crosses is rounded to the dtype of the rows. Where there
-  is one rank, its sums are the result.
+  adds what came to the sum of its own rows. Both sums are in float32 and in the order of the
+  token's assignments, so the result does not depend on timing; what crosses is rounded to the
+  dtype of the rows.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
   (see ``support.why_unreachable``). It cannot deadlock, for the reason that ``dispatch`` cannot.
@@ -68,9 +70,9 @@ def combine(
     NotImplementedError: a dtype or a mesh that the kernel does not handle, or D no multiple of 16.
     ValueError: shapes that do not fit.
   """
-  tuning = (tuning or COMBINING).placed()
   _check(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name)
   (num_tokens, top_k), width = dest_TK.shape, rows_CD.shape[1]
+  tuning = (tuning or combining(num_tokens, received_GTK.shape[0])).placed()
   if not dest_TK.size:
     return jnp.zeros((num_tokens, width), rows_CD.dtype)
   if width < _LANES:
@@ -82,10 +84,10 @@ def combine(
   tables = [deal.table(received_GTK, -1)]
   if gate_GTK is not None:
     tables.append(deal.table(gate_GTK, 0.0))
-  sums = []  # of every rank
+  sums = []  # of every rank; this rank's are not written
   if peers.are_any(axis_name):
-    source_TK = jnp.where(chunks.leads(dest_TK), dest_TK, -1)
-    tables.append(deal.table(source_TK, -1))
+    sends_TK = chunks.leads(dest_TK) & (dest_TK != peers.rank(axis_name))
+    tables.append(deal.table(jnp.where(sends_TK, dest_TK, -1), -1))
     sums = [jax.typeof(rows_CD).update(shape=(num_ranks, num_tokens, width))]
   rows_CD, *tables = varying.vary_alike(rows_CD, *tables)
   most = min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning))
@@ -107,6 +109,7 @@ def combine(
     scratch_types=[
       plgpu.SMEM((tuning.workers, deal.line), jnp.int32),
       plgpu.SMEM((tuning.workers, deal.line), jnp.float32),
+      plgpu.SMEM((tuning.workers, deal.line), jnp.int32),
       plgpu.SMEM((tuning.workers, max(_LANES, *(length for _, length in parts))), rows_CD.dtype),
       plgpu.Barrier(num_barriers=tuning.workers),
       plgpu.SemaphoreType.REGULAR((tuning.workers, num_ranks)),
@@ -140,70 +143,84 @@ def _kernel(
   gate_refs, source_refs, (y_ref,), sums_refs, scratch = tiling.split(
     refs, [weighted, others, 1, others]
   )
-  all_lines, all_gates, all_buffers, all_loaded, all_sent = scratch
+  all_lines, all_gates, all_sources, all_buffers, all_loaded, all_sent = scratch
   slot = lax.axis_index(tiling.WORKER_AXIS)
   loaded, sent = all_loaded.at[slot], all_sent.at[slot]
   worker = lax.axis_index(tiling.BLOCK_AXIS) * all_lines.shape[0] + slot
   rank, num_ranks = peers.rank(axis_name), lax.axis_size(axis_name)
 
-  def load(source: Any, target: Any) -> None:
-    plgpu.copy_gmem_to_smem(source, target, loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+  def load_line(source: Any, target: Any) -> None:
+    plgpu.copy_gmem_to_smem(
+      source, target.at[slot], loaded, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+    )
     plgpu.barrier_wait(loaded)
 
-  def load_line(source: Any, target: Any) -> None:
-    plgpu.commit_smem()  # all threads have read the one before
-    load(source, target.at[slot])
+  def load_lines(source: Array, chunk: Array) -> None:
+    """The rows here of a rank's assignments, and their gates."""
+    plgpu.commit_smem()  # all threads have read those before
+    load_line(received_ref.at[source, chunk], all_lines)
+    if weighted:
+      load_line(gate_refs[0].at[source, chunk], all_gates)
 
-  def assignment(token: Array, k: Array) -> Array:
-    return all_lines[slot, token * deal.columns + k]
+  def entry_of(lines: Any, token: Array, k: Array) -> Array:
+    return lines[slot, token * deal.columns + k]
 
-  def total(
-    token: Array, start: int, length: int, term: Callable[[Array, Array, Any], Array]
-  ) -> list[tuple[Any, Array]]:
-    """A part's sums of ``term(k, line entry, values)`` over a token's assignments with an entry.
-
-    In pieces: which values of the row, and their sums.
-    """
-    pieces = [pl.ds(*piece) for piece in _cover(start, length, rows_ref.dtype)]
+  def added(
+    lines: Any,
+    token: Array,
+    pieces: Sequence[Any],
+    sums: list[Array],
+    term: Callable[[Array, Array, Any], Array],
+  ) -> list[Array]:
+    """The sums of pieces of a row, with ``term(k, entry, piece)`` of a token's entries added."""
 
     def add(k: Array, sums: list[Array]) -> list[Array]:
-      entry = assignment(token, k)
+      entry = entry_of(lines, token, k)
       return cond(
         entry >= 0,
         lambda: [x + term(k, entry, piece) for x, piece in zip(sums, pieces, strict=True)],
         lambda: sums,
       )
 
+    return lax.fori_loop(0, deal.columns, add, sums)
+
+  def rows_added(token: Array, pieces: Sequence[Any]) -> list[Array]:
+    """The sums of pieces of a token's rows here."""
+
+    def weigh(k: Array, row: Array, piece: Any) -> Array:
+      row_D = rows_ref[row, piece].astype(jnp.float32)
+      return row_D * all_gates[slot, token * deal.columns + k] if weighted else row_D
+
     zeros = [jnp.zeros(piece.size, jnp.float32) for piece in pieces]
-    return list(zip(pieces, lax.fori_loop(0, deal.columns, add, zeros), strict=True))
+    return added(all_lines, token, pieces, zeros, weigh)
+
+  def pieces_of(start: int, length: int) -> list[Any]:
+    return [pl.ds(*piece) for piece in _cover(start, length, rows_ref.dtype)]
 
   def has_any(token: Array) -> Array:
     most = lax.fori_loop(
-      0, deal.columns, lambda k, best: lax.max(best, assignment(token, k)), jnp.int32(-1)
+      0,
+      deal.columns,
+      lambda k, best: lax.max(best, entry_of(all_lines, token, k)),
+      jnp.int32(-1),
     )
     return most >= 0
 
   def send_chunk(step: Array) -> None:
-    """Sends every rank the sums of its tokens of a chunk; alone, writes the result."""
+    """Sends every other rank the sums of its tokens of a chunk."""
     chunk = deal.chunk_index(step, worker)
-    for index in range(num_ranks):
+    for index in range(1, num_ranks):
       to = chunks.peer(index, axis_name)
-      load_line(received_ref.at[to, chunk], all_lines)
-      if weighted:
-        load_line(gate_refs[0].at[to, chunk], all_gates)
-      target = peers.remote_ref(sums_refs[0], to, axis_name).at[rank] if others else y_ref
+      load_lines(to, chunk)
+      target = peers.remote_ref(sums_refs[0], to, axis_name).at[rank]
 
       def send_token(token: Array, target: Any = target) -> None:
         for start, length in parts:
-
-          def weigh(k: Array, row: Array, piece: Any) -> Array:
-            row_D = rows_ref[row, piece].astype(jnp.float32)
-            return row_D * all_gates[slot, token * deal.columns + k] if weighted else row_D
-
-          sums = total(token, start, length, weigh)
+          pieces = pieces_of(start, length)
+          sums = rows_added(token, pieces)
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the part before it
-          first = min(start, *(piece.start for piece, _ in sums))
-          for piece, sum_D in sums:
+          first = min(start, *(piece.start for piece in pieces))
+          for piece, sum_D in zip(pieces, sums, strict=True):
             all_buffers[slot, pl.ds(piece.start - first, piece.size)] = sum_D.astype(rows_ref.dtype)
           plgpu.commit_smem()
           staged = all_buffers.at[slot, pl.ds(start - first, length)]
@@ -212,20 +229,19 @@ def _kernel(
 
       @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
       def _(token: Array, send_token: Callable[..., None] = send_token) -> None:
-        wanted = has_any(token) if others else chunk * deal.chunk + token < deal.tokens
-        when(wanted)(lambda: send_token(token))
+        when(has_any(token))(lambda: send_token(token))
 
-    if not others:
-      return
     plgpu.wait_smem_to_gmem(0)  # landed, not only read from the buffer
-    for index in range(num_ranks):
+    for index in range(1, num_ranks):
       peers.signal(sent.at[rank], chunks.peer(index, axis_name), axis_name)
 
   def add_chunk(step: Array) -> None:
-    """Adds what all ranks sent of a chunk."""
+    """Adds this rank's rows of a chunk, and what the others sent."""
     chunk = deal.chunk_index(step, worker)
-    load_line(source_refs[0].at[chunk], all_lines)
-    for index in range(num_ranks):
+    load_lines(rank, chunk)
+    if others:
+      load_line(source_refs[0].at[chunk], all_sources)
+    for index in range(1, num_ranks):
       pl.semaphore_wait(sent.at[chunks.peer(index, axis_name)])
 
     @pl.loop(jnp.int32(0), jnp.int32(deal.chunk))
@@ -239,19 +255,23 @@ def _kernel(
           def read(k: Array, source: Array, piece: Any) -> Array:
             return sums_refs[0][source, place, piece].astype(jnp.float32)
 
-          for piece, sum_D in total(token, start, length, read):
+          pieces = pieces_of(start, length)
+          sums = rows_added(token, pieces)
+          if others:
+            sums = added(all_sources, token, pieces, sums, read)
+          for piece, sum_D in zip(pieces, sums, strict=True):
             y_ref[place, piece] = sum_D.astype(y_ref.dtype)
 
   @pl.loop(jnp.int32(0), jnp.int32(deal.steps))
   def _(step: Array) -> None:
+    if not others:
+      return add_chunk(step)
     send_chunk(step)
-    if others:
-      when(step > 0)(lambda: add_chunk(step - 1))
+    when(step > 0)(lambda: add_chunk(step - 1))
+    return None
 
   if others:
     add_chunk(jnp.int32(deal.steps - 1))
-  else:
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _cover(start: int, length: int, dtype: jnp.dtype) -> list[tuple[int, int]]:

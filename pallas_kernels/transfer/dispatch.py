@@ -28,7 +28,7 @@ from pallas_kernels.transfer.chunks import Deal
 from pallas_kernels.transfer.dispatch_kernel import SCALES, VALUES
 from pallas_kernels.transfer.scales import SCALED, num_scales
 from pallas_kernels.transfer.tiles import Tiles
-from pallas_kernels.transfer.tuning import ExchangeTuning
+from pallas_kernels.transfer.tuning import ExchangeTuning, dispatching
 
 
 class Dispatched(NamedTuple):
@@ -153,7 +153,8 @@ def _launch(
   tuning: ExchangeTuning | None,
 ) -> Dispatched:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
-  tuning = (tuning or ExchangeTuning()).placed()
+  scaled = product is not None
+  tuning = (tuning or dispatching(dest_TK.shape[0], scaled=scaled)).placed()
   returned = landing = [((capacity, *array.shape[1:]), array.dtype) for array in arrays]
   if product is not None:
     returned = [((capacity, *arrays[VALUES].shape[1:]), product)]
@@ -197,7 +198,7 @@ def _launch(
     functools.partial(
       dispatch_kernel.body,
       tiles=tiles,
-      scaled=product is not None,
+      scaled=scaled,
       deal=deal,
       top_k=top_k,
       capacity=capacity,

@@ -92,6 +92,23 @@ def check_positive(tuning: object, *names: str) -> None:
       raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
-# Of combine, as measured on H200: more workers than dispatch has, as they also add, and fewer
-# signals.
-COMBINING = ExchangeTuning(workers=8, tile_bytes=8192, steps=2)
+def dispatching(tokens: int, *, scaled: bool = False) -> ExchangeTuning:
+  """How ``dispatch`` is laid out for so many tokens of a rank, as measured on one and two H200.
+
+  Args:
+    tokens: T.
+    scaled: in FP8. Products take room as well then, and there are at most four workers.
+  """
+  return ExchangeTuning(workers=min(_workers(tokens), 4 if scaled else 8))
+
+
+def combining(tokens: int, num_ranks: int) -> ExchangeTuning:
+  """How ``combine`` is laid out, as measured on H200; more than two ranks have more to signal."""
+  steps = 4 if num_ranks == 2 else 2
+  return ExchangeTuning(workers=_workers(tokens), tile_bytes=8192, steps=steps)
+
+
+def _workers(tokens: int) -> int:
+  """No more than have a token each: blocks of more threads take longer to start."""
+  sms = support.num_blocks(None)
+  return next((workers for workers in (2, 4) if sms * workers >= tokens), 8)

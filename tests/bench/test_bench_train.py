@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from programs import LAYER, PLANNING, exchanges_rows, kernel_names
+from programs import EXCHANGE, LAYER, PLANNING, exchanges_rows, kernel_names
 
 import ultraep_jax as uep
 from ultraep_jax.bench.train import command as train
@@ -157,7 +157,7 @@ def test_lowers_for_gpus(mesh):
     )
     traced = programs[strategy] = train_step.traced_step(options, config, batch=4)
     planning = PLANNING if strategy == "quota" else set()
-    assert kernel_names(traced.jaxpr) == LAYER | planning | {"top_k"}
+    assert kernel_names(traced.jaxpr) == LAYER | EXCHANGE | planning | {"top_k"}
     assert not exchanges_rows(traced.jaxpr)
   text = programs["quota"].lower(lowering_platforms=("cuda",)).as_text()
   assert "all_to_all" not in text and "collective_permute" not in text

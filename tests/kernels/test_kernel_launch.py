@@ -15,7 +15,12 @@ from pallas_kernels import support
 from pallas_kernels.launch import launch, shared_bytes
 from pallas_kernels.matmul.layout import MatmulTuning
 from pallas_kernels.transfer.dispatch import dispatch_scaled
-from pallas_kernels.transfer.tuning import COMBINING, ExchangeTuning, TransferTuning
+from pallas_kernels.transfer.tuning import (
+  ExchangeTuning,
+  TransferTuning,
+  combining,
+  dispatching,
+)
 
 LIMIT = 227 * 1024
 
@@ -102,10 +107,21 @@ def test_facts_are_those_of_the_device(monkeypatch):
     assert support.num_sms() == 114
 
 
+@pytest.mark.parametrize("sms", [78, 132])
+def test_workers_have_a_token_each(sms, monkeypatch):
+  """As far as there are tokens, and up to eight; up to four for tokens in FP8."""
+  monkeypatch.setattr(support, "num_sms", lambda: sms)
+  counts = 1, 2 * sms, 2 * sms + 1, 4 * sms, 4 * sms + 1, 10**6
+  for layout in (dispatching, lambda tokens: combining(tokens, 2)):
+    assert [layout(tokens).workers for tokens in counts] == [2, 2, 4, 4, 8, 8]
+  assert [dispatching(tokens, scaled=True).workers for tokens in counts] == [2, 2, 4, 4, 4, 4]
+  assert [combining(4096, ranks).steps for ranks in (1, 2, 4)] == [2, 4, 2]
+
+
 @pytest.mark.parametrize("sms", [78, 114, 132])
 def test_blocks_are_one_for_each_sm(sms, monkeypatch):
   monkeypatch.setattr(support, "num_sms", lambda: sms)
-  for tuning in (TransferTuning(), ExchangeTuning(), COMBINING):
+  for tuning in (TransferTuning(), dispatching(64), combining(64, 2)):
     assert tuning.placed().num_blocks == sms
   assert TransferTuning(blocks=12, workers=3).placed().num_workers == 36
   assert MatmulTuning().placed().clusters == sms

@@ -37,7 +37,7 @@ from wire_rounding import on_rounded_tokens
 
 import pallas_kernels
 import ultraep_jax as uep
-from pallas_kernels.transfer import combine
+from pallas_kernels.transfer import combine, dispatch
 from pallas_kernels.transfer.tuning import ExchangeTuning, TransferTuning
 from ultraep_jax import activations, implementation
 
@@ -60,7 +60,8 @@ def small_kernels(monkeypatch):
   for tuning in (TransferTuning, ExchangeTuning):
     defaults = dataclasses.replace(tuning(), blocks=1, workers=1, tile_bytes=1024)
     monkeypatch.setattr(tuning.__init__, "__defaults__", dataclasses.astuple(defaults))
-  monkeypatch.setattr(combine, "COMBINING", ExchangeTuning())
+  monkeypatch.setattr(combine, "combining", lambda *_: ExchangeTuning())
+  monkeypatch.setattr(dispatch, "dispatching", lambda *_, **__: ExchangeTuning())
   # Planner and routing have tests of their own, and are the slowest to interpret.
   for kernel in ("plan_quota", "route_rows"):
     monkeypatch.setattr(pallas_kernels, kernel, cannot("interpreted elsewhere"))

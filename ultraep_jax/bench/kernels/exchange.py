@@ -57,10 +57,7 @@ def run(args: argparse.Namespace) -> int:
   if "check" in what:
     check(mesh, args.cases, args.dispatch_dtype)
   if "time" in what:
-    tunings = [
-      ExchangeTuning(),
-      *(ExchangeTuning(*map(int, text.split("x"))) for text in args.tunings),
-    ]
+    tunings = [None, *(ExchangeTuning(*map(int, text.split("x"))) for text in args.tunings)]
     for name in args.shapes:
       tokens, top_k, width = map(int, name.split("x"))
       shape = tokens // args.scale, top_k, width
@@ -177,7 +174,7 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
 def time_shape(
   mesh: jax.sharding.Mesh,
   shape: tuple[int, int, int],
-  tunings: Sequence[ExchangeTuning],
+  tunings: Sequence[ExchangeTuning | None],
   calls: int,
   repeats: int,
   dispatch_dtype: DispatchDtype | None,
@@ -205,7 +202,7 @@ def time_shape(
   arrays = processes.put((dest, row, received, gate, value), sharding)
   dest, row, received, gate, value = arrays
 
-  def there(tuning: ExchangeTuning, _: Array, x: Array, *tables: Array) -> Any:
+  def there(tuning: ExchangeTuning | None, _: Array, x: Array, *tables: Array) -> Any:
     sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
     arrays = wire.pack(x, dispatch_dtype)
     if dispatch_dtype is None:
@@ -216,7 +213,9 @@ def time_shape(
     sent = dispatch(wire.pack(x, dispatch_dtype), *tables, capacity=capacity, axis_name=AXIS)
     return wire.unpack(sent.arrays, x.dtype)
 
-  def back(tuning: ExchangeTuning, _: Array, rows: Array, gate: Array, *tables: Array) -> Array:
+  def back(
+    tuning: ExchangeTuning | None, _: Array, rows: Array, gate: Array, *tables: Array
+  ) -> Array:
     dest_TK, received_GTK = tables
     return combine(rows, gate, dest_TK, received_GTK, axis_name=AXIS, tuning=tuning)
 
@@ -233,7 +232,7 @@ def time_shape(
   if dispatch_dtype is not None:
     variants["dispatch, scaled by a pass"] = (there_and_pass, (x, dest, row, value))
   for t in tunings:
-    label = f"{t.blocks} x {t.workers} x {t.tile_bytes} x {t.steps}"
+    label = f"{t.blocks} x {t.workers} x {t.tile_bytes} x {t.steps}" if t else "by default"
     variants[f"dispatch {label}"] = (functools.partial(there, t), (x, dest, row, value))
     variants[f"combine {label}"] = (functools.partial(back, t), (rows, gate, dest, received))
   measured = []

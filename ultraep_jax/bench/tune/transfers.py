@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as kernels
-from pallas_kernels import COMBINING, ExchangeTuning, TransferTuning
+from pallas_kernels import TransferTuning, combining, dispatching
 from ultraep_jax.bench.contest import Contest, Program
 from ultraep_jax.bench.kernels.exchange import random_routes
 from ultraep_jax.bench.kernels.matmul_problems import HOME, REPLICA, Problem
@@ -25,8 +25,8 @@ from ultraep_jax.types import Array
 TOP_K = 8
 # Changes to the defaults.
 _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
-  "dispatch": ({"workers": 8}, {"steps": 2}, {"steps": 8}, {"workers": 8, "tile_bytes": 8192}),
-  "combine": ({"workers": 4}, {"steps": 1}, {"steps": 4}, {"tile_bytes": 16384}),
+  "dispatch": ({"workers": 4}, {"steps": 2}, {"steps": 8}, {"tile_bytes": 8192}),
+  "combine": ({"workers": 4}, {"steps": 1}, {"steps": 4}, {"steps": 8}, {"tile_bytes": 16384}),
   "replicate": ({"workers": 4}, {"tile_bytes": 8192}, {"tile_bytes": 32768}, {"blocks": 66}),
   "reduce": ({"workers": 4}, {"tile_bytes": 8192}, {"tile_bytes": 32768}, {"blocks": 66}),
   "copying": (
@@ -45,13 +45,14 @@ _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
   ),
 }
 OPERATIONS = tuple(_CANDIDATES)
+_TOKENS = 8192  # of a large batch
 
 
 def default(operation: str, ranks: int) -> TransferTuning:
-  """What the operation has without a table, where plans have few slots."""
+  """What the operation has without a table, where batches are large and plans have few slots."""
   defaults = {
-    "dispatch": ExchangeTuning(),
-    "combine": COMBINING,
+    "dispatch": dispatching(_TOKENS),
+    "combine": combining(_TOKENS, ranks),
     "copying": COPYING,
     "reducing": reducing_tuning(ranks, 1),
   }
