@@ -141,6 +141,7 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
 
     def both(
       send: Callable[..., Any],
+      summed: Any,
       dest_TK: Array,
       row_TK: Array,
       x_TD: Array,
@@ -152,19 +153,21 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
       used_C1 = (gate_C > 0)[:, None]  # others may hold anything
       rows_CD = jnp.where(used_C1, rows_CD, 0)
       again_CD = jnp.where(used_C1, cross.dispatch(x_TD), 0)
-      y_TD = cross.combine(rows_CD * 2, gates)
-      sums_TD, value_TK = cross.combine(rows_CD, None), cross.collect(gate_C)
+      summed_CD = rows_CD.astype(summed)
+      y_TD, sums_TD = cross.combine(summed_CD * 2, gates), cross.combine(summed_CD, None)
+      value_TK = cross.collect(gate_C)
       return rows_CD, again_CD, gate_C, value_TK, y_TD, sums_TD
 
     args = processes.put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))
-    got = processes.gather(on_mesh(mesh, functools.partial(both, send_by_kernels))(*args))
-    want = processes.gather(on_mesh(mesh, functools.partial(both, send_by_blocks))(*args))
+    by_kernels = functools.partial(both, send_by_kernels, dtype)
+    by_blocks = functools.partial(both, send_by_blocks, jnp.float32)
+    got, want = (processes.gather(on_mesh(mesh, run)(*args)) for run in (by_kernels, by_blocks))
     parts = "rows", "again", "gates", "value", "y", "sum"
     for part, a, b in zip(parts, got, want, strict=True):
       a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-      if part in ("y", "sum"):  # fused multiply-adds round differently
+      if part in ("y", "sum"):  # what crosses is rounded, and the sum
         error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-9)
-        assert error < (1e-6 if dtype == jnp.float32 else 1e-3), f"{part}: {error}"
+        assert error < (1e-6 if dtype == jnp.float32 else 4e-3), f"{part}: {error}"
       else:
         wrong = int((a != b).sum())
         assert not wrong, f"{part}: {wrong} of {a.size} differ, {tokens} {top_k} {width} {dtype}"
