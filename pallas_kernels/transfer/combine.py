@@ -84,11 +84,13 @@ def combine(
   tables = [deal.table(received_GTK, -1)]
   if gate_GTK is not None:
     tables.append(deal.table(gate_GTK, 0.0))
-  sums = []  # of every rank; this rank's are not written
+  sums = []  # of the other ranks
   if peers.are_any(axis_name):
-    sends_TK = chunks.leads(dest_TK) & (dest_TK != peers.rank(axis_name))
-    tables.append(deal.table(jnp.where(sends_TK, dest_TK, -1), -1))
-    sums = [jax.typeof(rows_CD).update(shape=(num_ranks, num_tokens, width))]
+    rank = peers.rank(axis_name)
+    sends_TK = chunks.leads(dest_TK) & (dest_TK != rank)
+    place_TK = jnp.where(sends_TK, _place(dest_TK, rank, axis_name), -1)
+    tables.append(deal.table(place_TK, -1))
+    sums = [jax.typeof(rows_CD).update(shape=(num_ranks - 1, num_tokens, width))]
   rows_CD, *tables = varying.vary_alike(rows_CD, *tables)
   most = min(_LANES * _MOST_PER_THREAD, _buffer_length(rows_CD, tuning))
   parts = chunks.pieces(width, most)
@@ -117,6 +119,12 @@ def combine(
     kernel_name="combine",
   )
   return y_TD
+
+
+def _place(source: Array, home: Array, axis_name: AxisName) -> Array:
+  """Where the sums of a rank lie among those of the others that a home is sent."""
+  num_ranks = lax.axis_size(axis_name)
+  return lax.rem(source - home - 1 + num_ranks, jnp.int32(num_ranks))
 
 
 def _buffer_length(rows_CD: Array, tuning: ExchangeTuning) -> int:
@@ -212,7 +220,8 @@ def _kernel(
     for index in range(1, num_ranks):
       to = chunks.peer(index, axis_name)
       load_lines(to, chunk)
-      target = peers.remote_ref(sums_refs[0], to, axis_name).at[rank]
+      here = _place(rank, to, axis_name)
+      target = peers.remote_ref(sums_refs[0], to, axis_name).at[here]
 
       def send_token(token: Array, target: Any = target) -> None:
         for start, length in parts:
@@ -252,8 +261,8 @@ def _kernel(
       def _() -> None:
         for start, length in parts:
 
-          def read(k: Array, source: Array, piece: Any) -> Array:
-            return sums_refs[0][source, place, piece].astype(jnp.float32)
+          def read(k: Array, sender: Array, piece: Any) -> Array:
+            return sums_refs[0][sender, place, piece].astype(jnp.float32)
 
           pieces = pieces_of(start, length)
           sums = rows_added(token, pieces)
