@@ -173,7 +173,7 @@ def test_what_is_recorded_can_be_read(tmp_path):
   stats = traces.stats_of(traces.loads(0))
   names = ["", "a\nb", "\u00e9\U0001f600", " ", "<b>"]
   with Recorder(folder, config=config, metadata=metadata) as recorder:
-    recorder.record(-(2**63), dict.fromkeys(names, stats), axes=())
+    recorder.record(0, dict.fromkeys(names, stats), axes=())
     recorder.record(2**63 - 1, stats, axes=(), microbatch=2**31 - 1)
   trace = read(folder)
   assert trace.layers == ["0", *names[1:]] and trace.manifest.name == "run ?"

@@ -6,6 +6,7 @@ import pytest
 import traces
 
 from ultraep_jax.trace import Recorder, TraceError, read, read_choices
+from ultraep_jax.trace import disk as files
 from ultraep_jax.types import LayerStats
 
 TOKENS, TOP_K, EXPERTS = 12, 2, 8
@@ -16,8 +17,11 @@ def some_choices(seed: int, *lead: int) -> jnp.ndarray:
   return jnp.asarray(rng.integers(-1, EXPERTS, (*lead, TOKENS, TOP_K)), jnp.int32)
 
 
-def stats(*lead: int) -> LayerStats:
-  one = traces.stats_of(traces.loads(0))
+def stats(*lead: int, tokens: int = TOKENS) -> LayerStats:
+  """Of so many tokens, three of whose assignments are masked."""
+  load_GE = np.zeros((4, EXPERTS), np.int32)
+  load_GE[0, 0] = tokens * TOP_K - 3
+  one = traces.stats_of(load_GE)
   return LayerStats(*(np.broadcast_to(leaf, (*lead, *np.shape(leaf))) for leaf in one))
 
 
@@ -26,7 +30,8 @@ def test_choices_come_back(tmp_path):
   named = {"a": some_choices(0), "b": some_choices(1)[:5].reshape(5, 1, TOP_K)}
   stacked = some_choices(2, 3, 11)  # layers, microbatches
   with Recorder(tmp_path) as recorder:
-    recorder.record(4, {name: stats(1) for name in ("a", "b", "c")}, expert_index=named)
+    layers = {"a": stats(1), "b": stats(1, tokens=5), "c": stats(1)}
+    recorder.record(4, layers, expert_index=named)
     recorder.record(5, stats(3, 11, 1), axes=("layer", "microbatch", "group"), expert_index=stacked)
     recorder.record(6, stats(1))
     recorder.flush()
@@ -53,6 +58,25 @@ def test_wrong_choices_are_refused(tmp_path):
     recorder.record(0, stats(1), expert_index=some_choices(0) + 1)
     with pytest.raises(TraceError, match=r"0: expected values in \[-1, 8\), got 0 to 8"):
       recorder.flush()
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (3, 1), (3, 2)])
+def test_choices_of_other_tokens_are_refused(lead, tmp_path):
+  """Groups have their tokens in one array; layers and microbatches each their own."""
+  axes = ("layer", "group")[2 - len(lead) :] if lead else ()
+  layers, groups = lead[:-1], lead[-1] if lead else 1
+  tokens = groups * TOKENS
+  with Recorder(tmp_path) as recorder:
+    for of_one in (tokens, tokens - 1, tokens + 1):
+      index = np.zeros((*layers, of_one, TOP_K), np.int32)
+      recorder.record(0, stats(*lead), axes=axes, expert_index=index)  # pyright: ignore
+      if of_one == tokens:
+        recorder.flush()
+        continue
+      message = rf"0: expected {tokens * TOP_K} choices, .*got {of_one * TOP_K} of shape \[{of_one}"
+      with pytest.raises(ValueError, match=message):
+        recorder.flush()
+  assert len(files.chunks(tmp_path)) == len(list(tmp_path.glob("choices-*"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_call_that_is_refused_keeps_nothing(tmp_path):
       (0, {"a": stats, "\ud800": stats}, 0, ValueError, "names of layers that are text"),
       (0, {"a": stats}, -1, ValueError, r"microbatch: expected a value in \[0, "),
       (2**63, {"a": stats}, 0, ValueError, "step: expected a value in"),
+      (-1, {"a": stats}, 0, ValueError, r"step: expected a value in \[0, 9223.*, got -1"),
       (1.5, {"a": stats}, 0, TypeError, "cannot be interpreted as an integer"),
     ):
       with pytest.raises(error, match=message):

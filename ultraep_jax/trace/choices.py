@@ -36,6 +36,15 @@ def check_choices(expert_index: Mapping[str, np.ndarray], num_experts: int) -> N
       )
 
 
+def check_count(layer: str, index: np.ndarray, assignments: int) -> None:
+  """Raises ``TraceError`` unless a layer's choices are as many as its statistics count."""
+  if index.size != assignments:
+    raise TraceError(
+      f"expert_index, {layer}: expected {assignments} choices, as the statistics count (loads, "
+      f"masked and invalid), got {index.size} of shape {list(index.shape)}"
+    )
+
+
 def write_choices(
   folder: pathlib.Path, step: int, microbatch: int, expert_index: Mapping[str, np.ndarray]
 ) -> None:

@@ -20,7 +20,7 @@ from ultraep_jax import advice
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as form
-from ultraep_jax.trace.choices import check_choices, write_choices
+from ultraep_jax.trace.choices import check_choices, check_count, write_choices
 from ultraep_jax.trace.format import Columns, Manifest, TraceError
 from ultraep_jax.types import LayerStats
 
@@ -141,7 +141,7 @@ class Recorder:
     """Keeps the statistics of one step, or of one microbatch of it, to be written.
 
     Args:
-      step: of training.
+      step: of training, from 0.
       stats: of each layer by name, or of one layer (or a stack of them, with axes). The layers of
         a stack are named by its name and their index in it, as far as there are these.
       microbatch: within the step.
@@ -149,8 +149,9 @@ class Recorder:
         ``sharded_moe`` and the modules add a group axis; a ``scan`` puts its own before it, e.g.
         ``("microbatch", "group")``. For ``moe`` inside your own ``shard_map`` say ``()``.
       expert_index: ``[..., K]`` integers, the experts that every token chose, by layer as
-        ``stats``, with the same axes but the group's; ``read_choices`` gives them back. They take
-        a few bytes for each token and layer.
+        ``stats``, with the same axes but the group's; ``read_choices`` gives them back. They must
+        be as many as the statistics count, which is seen when they are written. They take a few
+        bytes for each token and layer.
 
     Raises:
       ValueError: ``axes`` does not fit the statistics, a number is out of range, or a name is no
@@ -160,7 +161,7 @@ class Recorder:
       TraceError: an earlier write failed.
     """
     self._check_open()
-    step = _integer("step", step, -(2**63), 2**63)
+    step = _integer("step", step, 0, 2**63)
     microbatch = _integer("microbatch", microbatch, 0, 2**31)
     axes = tuple(axes)
     if len(set(axes)) != len(axes) or not set(axes) <= set(_AXES):
@@ -244,7 +245,8 @@ class Recorder:
 
   def _write(self, calls: list[_Call]) -> None:
     """Runs in the thread."""
-    columns = _columns(calls)
+    fetched = _fetch(calls)
+    columns = _columns(calls, fetched)
     _, num_ranks, num_experts = columns["load_NGE"].shape
     shape = {
       "num_ranks": num_ranks,
@@ -261,7 +263,7 @@ class Recorder:
     there = {name: getattr(self._manifest, name) for name in shape}
     if there != shape:
       raise TraceError(f"{self._folder}: expected loads of {there}, as in the trace, got {shape}")
-    choices = _choices(calls)
+    choices = _choices(calls, fetched)
     for chosen in choices.values():
       check_choices(chosen, num_experts)
     self._index = disk.write_chunks(self._folder, self._index, columns)
@@ -274,27 +276,34 @@ class Recorder:
         _log.warning("%s: %s", self._folder, warning)
 
 
-def _choices(calls: list[_Call]) -> dict[tuple[int, int], dict[str, np.ndarray]]:
+def _choices(
+  calls: list[_Call], fetched: list[LayerStats]
+) -> dict[tuple[int, int], dict[str, np.ndarray]]:
   """What each layer chose, by step and microbatch."""
   found: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-  for call in calls:
+  for call, stats in zip(calls, fetched, strict=True):
     if call.expert_index is None:
       continue
     axes = [axis for axis in call.axes if axis != "group"]
     index = np.asarray(jax.device_get(call.expert_index))
+    assignments = np.sum(stats.load_GE, axis=(-2, -1), dtype=np.int64)
+    assignments = np.asarray(assignments + stats.masked + stats.invalid)
+    if "group" in call.axes:
+      assignments = assignments.sum(axis=call.axes.index("group"))
     for place in np.ndindex(index.shape[: len(axes)]):
       position = dict(zip(axes, place, strict=True))
       layer = call.layer or "0"
       if "layer" in position:
         layer = f"{call.layer} {position['layer']}".lstrip()
       key = call.step, call.microbatch + position.get("microbatch", 0)
+      check_count(layer, index[place], int(assignments[place]))
       found.setdefault(key, {})[layer] = index[place]
   return found
 
 
-def _columns(calls: list[_Call]) -> Columns:
+def _columns(calls: list[_Call], fetched: list[LayerStats]) -> Columns:
   """A row per layer, microbatch and group of each call."""
-  parts = [_rows(call, stats) for call, stats in zip(calls, _fetch(calls), strict=True)]
+  parts = [_rows(call, stats) for call, stats in zip(calls, fetched, strict=True)]
   shapes = {part["load_NGE"].shape[1:] + part["replica_expert_NGS"].shape[2:] for part in parts}
   if len(shapes) > 1:
     raise TraceError(f"stats: expected layers of one [G, E, S], got {sorted(shapes)}")
