@@ -10,9 +10,10 @@ The text is what every Python carries: the manual's topics and the standard libr
   python examples/train_tiny_moe.py --checkpoint-dir runs/state           # and, to go on:
   python examples/train_tiny_moe.py --checkpoint-dir runs/state --resume
 
-
 In the folder --out it writes metrics.jsonl (a line per step), events for TensorBoard, training.png
 and trace, the loads of every layer in every step: ultraep view runs/tiny_moe/trace
+
+Only in runs/tiny_moe, where --out is not given, does a new run replace the files of the last.
 """
 
 import argparse
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
   from orbax.checkpoint import CheckpointManager
 
 CPU_DEVICES = 8
+OUT = pathlib.Path("runs/tiny_moe")
 HELP = {
   "strategy": "how to balance; dense: every expert on every token, on one device",
   "ranks": "devices that share the experts (default: all)",
@@ -60,8 +62,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """
   parser = make_parser()
   args = parser.parse_args(argv)
+  out = OUT if args.out is None else args.out
   try:
     settings = settings_of(args)
+    folder, recorder = report.trace_folder(args.trace, out, settings), None
+    earlier = [] if args.resume else report.earlier_files(out, folder)
+    if earlier and args.out is not None:
+      raise SettingsError(
+        f"--out: expected a folder without the files of a run, got {', '.join(earlier)} in {out}; "
+        "name another folder, or delete them"
+      )
     with contextlib.ExitStack() as stack:
       stack.enter_context(jax.set_mesh(make_mesh(settings)))
       manager = None
@@ -70,13 +80,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
           args.checkpoint_dir, args.checkpoint_every, args.resume
         )
         stack.enter_context(manager)
-      folder, recorder = report.trace_folder(args.trace, args.out, settings), None
+      if earlier:
+        print(f"replaces the last run's {', '.join(earlier)} in {out}")
       if folder is not None:
         recorder = stack.enter_context(
           report.open_trace(folder, settings, args.resume, replace=args.trace is None)
         )
-      args.out.mkdir(parents=True, exist_ok=True)
-      results = run(settings, args.out, manager, args.resume, recorder)
+      out.mkdir(parents=True, exist_ok=True)
+      results = run(settings, out, manager, args.resume, recorder)
   except SettingsError as error:
     parser.exit(2, f"{parser.prog}: {error}\n")
   except OSError as error:  # a folder that cannot be made or written
@@ -84,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   for name, value in results.items():
     if name != "history":
       print(f"{name:>18}  {value:.4f}")
-  print(report.what_next(args.out, folder))
+  print(report.what_next(out, folder))
   return results
 
 
@@ -106,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
       help=text if default is None else f"{text} (default: {default})".strip(),
     )
   add = parser.add_argument
-  add("--out", type=pathlib.Path, default=pathlib.Path("runs/tiny_moe"), help="folder for results")
+  add("--out", type=pathlib.Path, help=f"new folder for results (default: {OUT}, replaced)")
   add("--trace", type=pathlib.Path, help="record every layer's loads here (default: OUT/trace)")
   add("--checkpoint-dir", type=pathlib.Path, help="save the run's state here")
   add("--checkpoint-every", type=int, default=100, help="steps (default: 100)")

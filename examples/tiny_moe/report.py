@@ -28,6 +28,15 @@ def open_metrics(path: pathlib.Path, first_step: int) -> tuple[list[Record], Tex
   return history, file
 
 
+def earlier_files(out: pathlib.Path, trace: pathlib.Path | None) -> list[str]:
+  """Names of the files in ``out`` that a new run would replace; ``trace`` is where it records."""
+  found = [out / name for name in ("metrics.jsonl", "training.png") if (out / name).exists()]
+  found += sorted(out.glob("events.out.tfevents.*"))
+  if trace is not None and trace == out / "trace" and any(trace.glob("*")):
+    found.append(trace)
+  return [path.name for path in found]
+
+
 def trace_folder(
   given: pathlib.Path | None, out: pathlib.Path, settings: Settings
 ) -> pathlib.Path | None:
@@ -54,6 +63,8 @@ def open_trace(
   if (path / "trace.json").exists() and not (resume and _goes_on(path, settings)):
     if not replace:
       raise SettingsError(f"--trace: expected no trace in {path} without --resume, got one")
+    if resume:
+      print(f"replaces the trace in {path}, which is of other ranks or slots")
     shutil.rmtree(path)
   config = uep.BalanceConfig(
     strategy=settings.strategy, replica_slots=settings.replica_slots, objective="balance"

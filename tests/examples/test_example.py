@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import traces
 import train_tiny_moe
 from tiny_moe import data, report
 from tiny_moe.settings import Settings, flag
@@ -115,14 +116,39 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path, monkeypatch):
     np.testing.assert_array_equal(got[name], expected[name], strict=True, err_msg=name)
 
 
-def test_a_new_run_replaces_files_and_says_what_it_wrote(tmp_path, capsys):
+def test_a_new_run_replaces_files_of_the_default_folder_alone(tmp_path, monkeypatch, capsys):
+  """And says so. Where a folder is named, it may be of a run that somebody wants to keep."""
+  monkeypatch.chdir(tmp_path)
+  command = [*TINY, "--steps", "2"]
   for _ in range(2):
-    main([*TINY, "--steps", "2", "--out", str(tmp_path)])
-  assert uep.trace.read(tmp_path / "trace").step_N.tolist() == [0, 1]
-  assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
-  *_, wrote, following = capsys.readouterr().out.splitlines()
-  assert wrote.startswith(f"wrote {tmp_path}/training.png")
-  assert following == f"next: ultraep view {tmp_path}/trace --open"
+    main(command)
+  folder = pathlib.Path("runs/tiny_moe")
+  assert uep.trace.read(folder / "trace").step_N.tolist() == [0, 1]
+  assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+  out = capsys.readouterr().out
+  replaced = "replaces the last run's metrics.jsonl, training.png, events.out.tfevents."
+  assert out.count(replaced) == 1 and out.count(", trace in runs/tiny_moe") == 1
+  *_, wrote, following = out.splitlines()
+  assert wrote.startswith(f"wrote {folder}/training.png")
+  assert following == f"next: ultraep view {folder}/trace --open"
+
+  before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+  with pytest.raises(SystemExit, match="2"):
+    main([*command, "--out", str(folder), "--checkpoint-dir", "state"])
+  said = capsys.readouterr().err
+  assert "--out: expected a folder without the files of a run, got metrics.jsonl, training" in said
+  assert said.count("\n") == 1 and "name another folder" in said
+  assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+  assert not pathlib.Path("state").exists()
+
+
+def test_a_resumed_run_says_that_it_replaces_a_trace_of_other_ranks(tmp_path, capsys):
+  folder = traces.write(tmp_path / "trace", steps=1)
+  report.open_trace(folder, Settings(ranks=4), resume=True, replace=True).close()
+  assert len(uep.trace.read(folder)) == 2 and not capsys.readouterr().out
+  report.open_trace(folder, Settings(ranks=2), resume=True, replace=True).close()
+  said = f"replaces the trace in {folder}, which is of other ranks or slots\n"
+  assert capsys.readouterr().out == said and not list(folder.iterdir())
 
 
 def test_the_next_command_can_be_pasted():
@@ -210,11 +236,13 @@ def test_trace_is_that_of_the_metrics(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_strategies_without_replicas(finished, tmp_path):
   _, results = finished
-  none = main([*TINY, "--strategy", "none", "--out", str(tmp_path)])
+  none = main([*TINY, "--strategy", "none", "--out", str(tmp_path / "none")])
   np.testing.assert_allclose(losses(none), losses(results), rtol=2e-5)
   assert none["imbalance_after"] == none["imbalance_before"] == results["imbalance_before"] > 1
   with pytest.warns(UserWarning, match="overrides the router"):
-    ideal = main([*TINY, "--strategy", "ideal", "--dtype", "bfloat16", "--out", str(tmp_path)])
+    ideal = main(
+      [*TINY, "--strategy", "ideal", "--dtype", "bfloat16", "--out", str(tmp_path / "ideal")]
+    )
   assert ideal["imbalance_after"] == 1 and np.isfinite(losses(ideal)).all()
 
 
