@@ -38,6 +38,17 @@ def test_trace_show_and_import(tmp_path, capsys):
   assert status == 1 and "for Megatron's router traces see" in err
 
 
+def test_trace_import_refuses_and_writes_nothing(tmp_path, capsys):
+  router_traces.write_run(tmp_path / "from")
+  arguments = ("trace", "import", tmp_path / "from", tmp_path / "to", "--experts")
+  status, _, err = run(capsys, *arguments, 4)
+  assert status == 1 and "below 4 (num_experts, --experts), got 7, the largest" in err
+  for size in (2**63, 10**30):
+    status, _, err = run(capsys, *arguments, router_traces.E, "--expert-bytes", size)
+    assert status == 1 and f"expert_bytes: expected at most 1099511627776, got {size}" in err
+  assert not (tmp_path / "to").exists()
+
+
 # --- view ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from router_traces import E, G, K, chosen, record, write, write_run
 
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
-from ultraep_jax.trace import TraceError, import_megatron
+from ultraep_jax.trace import TraceError, import_megatron, megatron
 from ultraep_jax.trace import disk as files
 from ultraep_jax.trace.format import COLUMNS, Manifest
 from ultraep_jax.trace.summary import summarise
@@ -83,7 +83,7 @@ def test_every_column_is_what_the_layers_would_have_recorded(tmp_path):
     min_tokens_per_replica=3,
   )
   rng = np.random.default_rng(6)
-  index_GTK = np.minimum(rng.zipf(1.9, (2 * G, 41, K)) - 1, 9)  # 8 and 9 are no experts
+  index_GTK = np.minimum(rng.zipf(1.9, (2 * G, 41, K)) - 1, E - 1)
   index_GTK[rng.random(index_GTK.shape) < 0.05] = -1
   for rank in range(2 * G):
     write(tmp_path / "from", [record(3, 5, index_GTK[rank])], rank)
@@ -111,7 +111,7 @@ def test_every_column_is_what_the_layers_would_have_recorded(tmp_path):
     own_G11 = np.arange(G)[:, None, None]
     assert one["remote_N"] == ((dest_GTK != own_G11) & (dest_GTK >= 0)).sum()
     assert one["rounds_N"] == -(-max(went) // 88)  # rows of 41 tokens of 2 choices, by eights
-    assert one["masked_N"] == (index == -1).sum() and one["invalid_N"] == (index >= E).sum()
+    assert one["masked_N"] == (index == -1).sum() and one["invalid_N"] == 0
     assert (one["step_N"], one["layer_N"], one["group_N"]) == (3, "decoder 005", group)
     uneven, rounds = uneven + busiest % 2, max(rounds, int(one["rounds_N"]))
   assert uneven and rounds > 1
@@ -129,11 +129,61 @@ def test_repeated_lines_are_microbatches_and_blocks_are_layers(tmp_path):
     np.testing.assert_array_equal(trace.load_NGE[i], chosen(seed)[0])
 
 
-def test_masked_and_invalid_choices_are_counted(tmp_path):
-  write(tmp_path / "from", [record(0, 1, [[0, -1], [3, 9]])], 0)
+def test_masked_choices_are_counted(tmp_path):
+  write(tmp_path / "from", [record(0, 1, [[0, -1], [3, 7]])], 0)
   trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
-  assert trace.load_NGE[0].tolist() == [[1, 0, 0, 1, 0, 0, 0, 0]]
-  assert trace.masked_N.tolist() == [1] and trace.invalid_N.tolist() == [1]
+  assert trace.load_NGE[0].tolist() == [[1, 0, 0, 1, 0, 0, 0, 1]]
+  assert trace.masked_N.tolist() == [1] and trace.invalid_N.tolist() == [0]
+
+
+def test_indices_of_more_experts_are_refused(tmp_path):
+  """The largest of all files is named, as it tells how many experts there are at least."""
+  write(tmp_path / "from", [record(0, 1, [[0, E]]), record(0, 2, [[-1, 7]])], 0)
+  write(tmp_path / "from", [record(0, 1, [[0, 1]]), record(0, 2, [[11, 10]])], 1)
+  message = r"rank1.jsonl, line 2: .* below 8 \(num_experts, --experts\), got 11, the largest"
+  with pytest.raises(TraceError, match=message):
+    import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  write(tmp_path / "from", [record(0, 1, [[0, -2]])], 0)
+  with pytest.raises(TraceError, match=r"rank0.jsonl, line 1: .* at least -1 \(masked\), got -2"):
+    import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+  ("lines", "message"),
+  [
+    ([record(0, 1, [[0, 1]], rank=0)], "line 1: rank: expected 1, as in the file's name, got 0"),
+    ([record(0, 1, [[0, 1]], num_tokens=3)], "line 1: num_tokens: expected 1, its top_indices, g"),
+    ([record(0, 1, [], num_tokens=3)], "line 1: num_tokens: expected 0, its top_indices, got 3"),
+    ([record(0, 1, [[0, 1]], num_tokens=None)], "num_tokens: expected 1, its .*, got None"),
+    ([record(0, 1, [[0, 1]], topk=3)], "line 1: topk: expected 2, the experts in each row of .* 3"),
+    (
+      [record(0, 1, [[0, 1]]), record(0, 2, [[0, 1, 2]], topk=3)],
+      "rank1.jsonl, line 2: .* expected 2 experts of each token, as in .*rank0.jsonl, line 1, ",
+    ),
+    (
+      [record(0, 1, [[0]], topk=1)],
+      "line 1: .*expected 2 experts of each token, .* got 1",
+    ),
+    (
+      [record(0, 1, [[0, 1]], logit_shape=[1, 16])],
+      r"logit_shape: expected \[1, 8\], its tokens and num_experts \(--experts\), got \[1, 16\]",
+    ),
+  ],
+)
+def test_lines_that_contradict_others_are_refused(lines, message, tmp_path):
+  write(tmp_path / "from", [record(0, 1, [[0, 1]], rank=0, logit_shape=[1, E])], 0)
+  write(tmp_path / "from", lines, 1)
+  with pytest.raises(TraceError, match=message):
+    import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  assert not (tmp_path / "to").exists()
+
+
+def test_a_copy_of_a_file_is_refused(tmp_path):
+  write_run(tmp_path / "from", steps=1)
+  (tmp_path / "from" / "router_trace_rank1 (copy).jsonl").write_text("")
+  with pytest.raises(TraceError, match=r"expected router_trace_rank and a number, got .*\(copy\)"):
+    import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
 
 
 def test_a_killed_run_keeps_its_whole_steps(tmp_path):
@@ -147,13 +197,40 @@ def test_a_killed_run_keeps_its_whole_steps(tmp_path):
   assert trace.manifest.metadata["damaged_lines"] == 1
 
 
-def test_what_an_unfinished_import_left_is_no_part_of_the_next(tmp_path):
-  write_run(tmp_path / "from", steps=3)
+def test_a_trace_without_its_manifest_is_kept(tmp_path):
+  write_run(tmp_path / "from", steps=1)
   import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
   (tmp_path / "to" / files.MANIFEST).unlink()
-  write_run(tmp_path / "from", steps=1)
+  for number in range(4):
+    (tmp_path / "to" / f"choices-0-0-{number:08d}.npz").write_bytes(b"")
+  before = sorted((tmp_path / "to").iterdir())
+  with pytest.raises(TraceError) as error:
+    import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+  assert "got chunk-00000000.npz, choices-0-0-00000000.npz" in str(error.value)
+  assert "and 2 more but no trace.json; bring trace.json back if" in str(error.value)
+  assert sorted((tmp_path / "to").iterdir()) == before
+
+
+def test_an_import_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
+  """While it writes chunks, and when they have their names already."""
+  write_run(tmp_path / "from", steps=3)
+  monkeypatch.setattr(megatron, "_PER_CHUNK", 2)
+  write_chunks, publish = files.write_chunks, files.publish
+  for name, original, stop in (("write_chunks", write_chunks, 2), ("publish", publish, 6)):
+    calls = itertools.count(1)
+
+    def stopped(*arguments, calls=calls, original=original, stop=stop):
+      if next(calls) == stop:
+        raise KeyboardInterrupt
+      return original(*arguments)
+
+    monkeypatch.setattr(files, name, stopped)
+    with pytest.raises(KeyboardInterrupt):
+      import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
+    monkeypatch.setattr(files, name, original)
+    assert not list((tmp_path / "to").iterdir())
   trace = import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
-  assert trace.step_N.tolist() == [0, 0]
+  assert trace.step_N.tolist() == [0, 0, 1, 1, 2, 2] and len(files.chunks(tmp_path / "to")) == 3
 
 
 def test_microbatches_behind_a_damaged_line_are_left_out(tmp_path):
@@ -248,13 +325,14 @@ def test_a_trace_that_is_there_already_stays(tmp_path):
     with pytest.raises(TraceError, match="expected a folder without a trace, got one"):
       import_megatron(tmp_path / "from", tmp_path / to, num_experts=E, progress=progress)
   assert files.read_manifest(tmp_path / "raced") == other
+  assert [path.name for path in (tmp_path / "raced").iterdir()] == [files.MANIFEST]
 
 
 def test_numbers_and_names_from_elsewhere_can_be_read(tmp_path):
   source = tmp_path / os.fsdecode(b"run \xff")
-  write(source, [record(-(2**63), 10**6, [[0, 2**62]], block="\u00e9 "), record(1, 0, [])], 0)
+  write(source, [record(-(2**63), 10**6, [[0, 7]], block="\u00e9 "), record(1, 0, [])], 0)
   trace = import_megatron(source, tmp_path / "to", num_experts=E)
-  assert trace.manifest.name == "run ?" and trace.invalid_N.tolist() == [1, 0]
+  assert trace.manifest.name == "run ?" and trace.load_NGE.sum(axis=(1, 2)).tolist() == [2, 0]
   assert trace.step_N.tolist() == [-(2**63), 1] and not trace.problems
   json.dumps(summarise(trace))
 
@@ -271,9 +349,17 @@ def test_wrong_folders_and_numbers(tmp_path):
       {"num_experts": E, "config": BalanceConfig(objective="balance", strategy="none")},
       "expected strategy=\"quota\", got 'none'",
     ),
+    (
+      {"num_experts": E, "config": BalanceConfig(objective="balance", domain_size=3)},
+      "domain_size: expected a divisor of 4 ranks, got 3",
+    ),
+    ({"num_experts": 10**12}, "expected records of at most 536870912 bytes"),
+    ({"num_experts": E, "expert_bytes": 2**40 + 1}, "expected at most 1099511627776, got 10995"),
+    ({"num_experts": E, "expert_bytes": 10**400}, "expert_bytes: expected at most 1099511627776"),
   ):
     with pytest.raises(ValueError, match=message):
       import_megatron(tmp_path / "from", tmp_path / "to", **arguments)
+    assert not (tmp_path / "to").exists()
   import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)
   with pytest.raises(TraceError, match="expected a folder without a trace, got one"):
     import_megatron(tmp_path / "from", tmp_path / "to", num_experts=E)

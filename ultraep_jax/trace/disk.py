@@ -24,6 +24,20 @@ _MANIFEST_BYTES = 1 << 24
 # --- the manifest -----------------------------------------------------------------------------
 
 
+def manifest_bytes(manifest: Manifest) -> bytes:
+  """The content of ``trace.json``.
+
+  Raises:
+    TraceError: nobody could read it.
+  """
+  values = {"format": form.FORMAT, "version": form.VERSION, **dataclasses.asdict(manifest)}
+  content = json.dumps(values, indent=2).encode() + b"\n"
+  if len(content) > _MANIFEST_BYTES:
+    raise TraceError(f"{MANIFEST}: expected at most {_MANIFEST_BYTES} bytes, got {len(content)}")
+  form.manifest_of(MANIFEST, values)
+  return content
+
+
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> Manifest:
   """Writes ``trace.json``, unless another recorder has; returns the manifest that is there.
 
@@ -31,11 +45,7 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> Manifest:
     TraceError: nobody could read it, or what is there.
     OSError: it cannot be written.
   """
-  values = {"format": form.FORMAT, "version": form.VERSION, **dataclasses.asdict(manifest)}
-  content = json.dumps(values, indent=2).encode() + b"\n"
-  if len(content) > _MANIFEST_BYTES:
-    raise TraceError(f"{MANIFEST}: expected at most {_MANIFEST_BYTES} bytes, got {len(content)}")
-  form.manifest_of(MANIFEST, values)
+  content = manifest_bytes(manifest)
   with whole_file(folder, lambda file: file.write(content)) as temporary:
     publish(temporary, folder / MANIFEST)
   return read_manifest(folder)
