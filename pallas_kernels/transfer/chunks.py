@@ -21,11 +21,12 @@ from pallas_kernels.transfer import peers
 from pallas_kernels.transfer.tuning import ExchangeTuning
 
 _LINE = 32  # int32 or float32 values: 128 bytes, what shared memory and bulk copies like
+_MOST_OF_LINE = 512  # where a token has fewer: lines of all workers must fit beside their tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-  """How T tokens are dealt, of each of which a line has as many numbers.
+  """How T tokens are dealt, and how many numbers a line has of each.
 
   Attributes:
     tokens: T.
@@ -45,6 +46,7 @@ class Deal:
   def of(cls, tokens: int, columns: int, tuning: ExchangeTuning) -> "Deal":
     num_workers = tuning.num_workers
     chunk = max(-(-tokens // (num_workers * tuning.steps)), 1)
+    chunk = max(min(chunk, _MOST_OF_LINE // max(columns, 1)), 1)  # then there are more steps
     return cls(tokens, columns, chunk, -(-tokens // (num_workers * chunk)), num_workers)
 
   @property

@@ -44,10 +44,10 @@ def combine(
 ) -> Array:
   """Sums every token's rows, weighted by their gates.
 
-  The rank that computed the rows sums those of a token and sends the sum once; the token's rank
-  adds what came to the sum of its own rows. Both sums are in float32 and in the order of the
-  token's assignments, so the result does not depend on timing; what crosses is rounded to the
-  dtype of the rows.
+  The rank that computed the rows sums those of a token in float32, in the order of its
+  assignments, and sends the sum once, rounded to the dtype of the rows. The token's rank begins
+  with the sum of its own rows, which is not rounded. It adds what came in the order of the first
+  assignments of other ranks. So the result does not depend on timing.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
   (see ``support.why_unreachable``). It cannot deadlock, for the reason that ``dispatch`` cannot.

@@ -6,7 +6,7 @@ Two ranks, one token of rank 0 with three experts: two on rank 1, in its rows 4 
                  └──► rank 1, row 4    (pushed over NVLink, once)
                       rank 1: row 4 ──► row 9   (copied there, when row 4 has landed)
 
-Rank 1 learns of rows 4 and 9 from a line that comes before the token (``told``).
+Rank 1 learns of rows 4 and 9 from a line that comes with the token (``told``).
 """
 
 import functools
@@ -165,12 +165,11 @@ def _launch(
       f"{_described([(each.shape, each.dtype) for each in before])}"
     )
   others, num_ranks = peers.are_any(axis_name), lax.axis_size(axis_name)
-  # A rank without peers knows what it receives.
-  known_GTK = jnp.where(dest_TK >= 0, row_TK, -1)[None]
-  known = known_GTK, None if value_TK is None else value_TK[None]
   if not dest_TK.size:
-    known = jax.tree.map(lambda known_XTK: jnp.tile(known_XTK, (num_ranks, 1, 1)), known)
-    return Dispatched(before or [jnp.zeros(*each) for each in returned], *known)
+    nothing_GTK = jnp.zeros((num_ranks, *dest_TK.shape), jnp.int32)
+    values_GTK = None if value_TK is None else nothing_GTK.astype(jnp.float32)
+    arrays = before or [jnp.zeros(*each) for each in returned]
+    return Dispatched(arrays, nothing_GTK, values_GTK)
   tiles = tiling.cut("arrays", arrays, tuning)
   if product is not None and tiles[SCALES].length < arrays[SCALES].shape[1]:
     raise NotImplementedError(f"scale_TB: expected a row that fits a tile of {tuning}")
@@ -179,8 +178,8 @@ def _launch(
   written_TK = chunks.leads(dest_TK)
   if product is None:  # what this rank computes itself it writes into all rows at once
     written_TK |= dest_TK == peers.rank(axis_name)
-  value_TK = value_TK if others else None
-  line_XL = told.line_table(deal, dest_TK, row_TK, written_TK, value_TK, capacity)
+  told_TK = value_TK if others else None
+  line_XL = told.line_table(deal, dest_TK, row_TK, written_TK, told_TK, capacity)
   line_XL, *flat = varying.vary_alike(
     line_XL, *[array.reshape(array.shape[0], -1) for array in (*arrays, *before)]
   )
@@ -224,6 +223,9 @@ def _launch(
   )
   if others:
     known = told.read(deal, filled[len(outs)], top_k, capacity, axis_name)
+  else:  # a rank without peers knows what it receives
+    received_TK = jnp.where(dest_TK >= 0, row_TK, -1)
+    known = received_TK[None], None if value_TK is None else value_TK[None]
   filled = filled[len(types) :] if before else filled[: len(returned)]
   arrays = [each.reshape(shape) for each, (shape, _) in zip(filled, returned, strict=True)]
   return Dispatched(arrays, *known)

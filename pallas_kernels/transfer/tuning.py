@@ -70,7 +70,8 @@ class ExchangeTuning(TransferTuning):
     blocks: thread blocks, which all run at a time; ``None``: one for each SM of the device.
     workers: workers per block.
     tile_bytes: the most bytes of a part of a row, a multiple of 128.
-    steps: chunks of a worker, if there are tokens for as many. Each costs a signal to every rank;
+    steps: chunks of a worker, if there are tokens for as many, or more so that chunks stay small.
+      Each costs a signal to every rank;
       what one rank sends waits for a whole chunk before others use it.
   """
 
@@ -103,12 +104,16 @@ def dispatching(tokens: int, *, scaled: bool = False) -> ExchangeTuning:
 
 
 def combining(tokens: int, num_ranks: int) -> ExchangeTuning:
-  """How ``combine`` is laid out, as measured on H200; more than two ranks have more to signal."""
+  """How ``combine`` is laid out, as measured on H200.
+
+  Of two ranks a worker has four chunks, so that links are busy early. More ranks have more to
+  signal for each, and one rank gains nothing.
+  """
   steps = 4 if num_ranks == 2 else 2
   return ExchangeTuning(workers=_workers(tokens), tile_bytes=8192, steps=steps)
 
 
 def _workers(tokens: int) -> int:
-  """No more than have a token each: blocks of more threads take longer to start."""
+  """Of a block, two to eight: no more than have a token each, as threads take time to start."""
   sms = support.num_blocks(None)
   return next((workers for workers in (2, 4) if sms * workers >= tokens), 8)

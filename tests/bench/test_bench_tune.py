@@ -263,7 +263,7 @@ def test_transfers_lower_for_gpus(operation):
   """And the other candidates' tunings may stand in a table; full size, on two devices."""
   mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
   problem = matmul_problems.Problem.of("sum beside", "glm4.5-106b", 32768)
-  candidates = tune_transfers.candidates(operation, 2)
+  candidates = tune_transfers.candidates(operation, 2, 65536)
   widths = tune_transfers.widths(operation, problem)
   for tuning in candidates.values():
     description.entry(operation, widths, tuning, {})
@@ -285,7 +285,7 @@ def test_transfers_of_any_tuning_give_the_same(operation, interpreting):
   """Interpreted, also where unused rows and empty slots hold what was there."""
   mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
   problem = matmul_problems.Problem.of("sum beside", "qwen3-235b", 256, scale=64)
-  small = dataclasses.replace(tune_transfers.default(operation, 2), blocks=1, workers=1)
+  small = dataclasses.replace(tune_transfers.default(operation, 2, 256), blocks=1, workers=1)
   tunings = {"default": small, "small": dataclasses.replace(small, tile_bytes=4096)}
   competing = tune_transfers.contest(operation, problem, tunings, mesh)
   ((_, outcome),) = contest.hold([competing], Pace(workers=1, calls=1, rounds=1))

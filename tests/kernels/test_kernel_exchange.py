@@ -155,7 +155,9 @@ def test_dispatch_leaves_rows_that_no_token_feeds(problem):
 
 
 @pytest.mark.parametrize(
-  "problem", ["more tokens than a step", "one rank", "two axes"], indirect=True
+  "problem",
+  ["several rows of a rank", "more tokens than a step", "one rank", "two axes"],
+  indirect=True,
 )
 def test_dispatch_scaled_multiplies_on_arrival(problem):
   """A tile of two blocks and one of a block and a part; scales of every row and block differ."""

@@ -14,6 +14,7 @@ import pallas_kernels
 from pallas_kernels import support
 from pallas_kernels.launch import launch, shared_bytes
 from pallas_kernels.matmul.layout import MatmulTuning
+from pallas_kernels.transfer import chunks
 from pallas_kernels.transfer.dispatch import dispatch_scaled
 from pallas_kernels.transfer.tuning import (
   ExchangeTuning,
@@ -105,6 +106,16 @@ def test_facts_are_those_of_the_device(monkeypatch):
   mesh = AbstractMesh((2,), ("expert",), (AxisType.Auto,), abstract_device=abstract)
   with jax.sharding.use_abstract_mesh(mesh):
     assert support.num_sms() == 114
+
+
+def test_lines_of_many_tokens_stay_small():
+  """So that large batches fit into shared memory; there are more steps then."""
+  tuning = dispatching(10**6).placed()
+  for tokens, columns in ((8192, 16), (10**6, 8), (10**6, 44), (4096, 1000)):
+    deal = chunks.Deal.of(tokens, columns, tuning)
+    assert deal.line <= max(512, columns + 31)
+    assert deal.chunk * deal.chunks >= tokens > deal.chunk * (deal.chunks - deal.num_workers)
+  assert chunks.Deal.of(8192, 16, tuning).steps == tuning.steps
 
 
 @pytest.mark.parametrize("sms", [78, 132])

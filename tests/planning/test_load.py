@@ -37,7 +37,7 @@ def test_gathered_loads_are_invariant_and_ordered_by_rank():
   # out_specs=P() holds only if the matrix is typed as equal on every rank
   @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P())
   def gather(index_TK):
-    return load.gather_loads(load.expert_load(index_TK, 4), "expert")
+    return load.gather_loads(load.expert_load(index_TK, 4), "expert", ("portable",))
 
   index = jnp.arange(4, dtype=jnp.int32)[:, None].repeat(3, 1)
   np.testing.assert_array_equal(jax.jit(gather)(index), 3 * np.eye(4, dtype=np.int32))

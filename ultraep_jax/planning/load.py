@@ -36,9 +36,7 @@ def expert_load(expert_index_TK: Array, num_experts: int) -> Array:
   return _count(jnp.where(index_A < 0, num_experts, index_A), num_experts)
 
 
-def gather_loads(
-  load_E: Array, axis_name: AxisName, implementations: Implementations = ("portable",)
-) -> Array:
+def gather_loads(load_E: Array, axis_name: AxisName, implementations: Implementations) -> Array:
   """The load matrix ``[G, E]``, equal on every rank of ``axis_name`` and typed so."""
   candidates = {
     "mosaic_gpu": lambda: kernels.gather(load_E, axis_name=axis_name),

@@ -129,7 +129,7 @@ def cross(
   *,
   placing: Placing = PORTABLY,
 ) -> BlockCrossing:
-  """Lists the tokens that cross in a round; see ``exchange.cross``."""
+  """Lists the tokens that cross in a round; see ``exchange.send``."""
   num_tokens, top_k = routes.dest_TK.shape
   block = block_size(num_tokens, num_tokens * top_k, lax.axis_size(axis_name))
   assignments = received.of_round(routes, round_index, capacity)

@@ -33,14 +33,15 @@ class Crossing(Protocol):
   """
 
   def dispatch(self, x_TD: Array) -> Array:
-    """Carries others to the rows of the tokens, such as gradients ``[T, D]`` to ``[C, D]``."""
+    """Carries other values ``[T, D]``, such as gradients, to the tokens' rows ``[C, D]``."""
     ...
 
   def combine(self, rows_CD: Array, gates: Array | None, /) -> Array:
     """Sums each token's rows, weighted by their gates: the adjoint of ``dispatch``.
 
-    Both sums, of a token's rows on one rank and over ranks, are in float32 and in the order of
-    the token's assignments; what crosses is rounded to the dtype of the rows.
+    A rank's rows of a token are summed in float32, in the order of its assignments, and rounded
+    to their dtype to cross. Sums over ranks are in float32, too, in an order that does not depend
+    on timing. Kernels begin with the rows of the token's own rank, which are not rounded.
 
     Args:
       rows_CD: ``[C, D]``; rows that no token feeds are ignored, NaN included.

@@ -108,7 +108,7 @@ def cross(
   *,
   placing: Placing = PORTABLY,
 ) -> GatherCrossing:
-  """Tells every rank the rows of a round; see ``exchange.cross``."""
+  """Tells every rank the rows of a round; see ``exchange.send``."""
   dest_TK, row_TK = received.of_round(routes, round_index, capacity)
   received_GTK = received.rows(dest_TK, row_TK, capacity, axis_name)
   return GatherCrossing(axis_name, capacity, dest_TK, received_GTK, placing)

@@ -100,7 +100,7 @@ def cross(
   *,
   placing: Placing = PORTABLY,
 ) -> NodeCrossing:
-  """Lists the tokens that cross in a round; see ``exchange.cross``."""
+  """Lists the tokens that cross in a round; see ``exchange.send``."""
   num_tokens, top_k = routes.dest_TK.shape
   rank_LR = np.arange(lax.axis_size(axis_name)).reshape(-1, node_ranks).tolist()
   nodes, lines = tuple(map(tuple, rank_LR)), tuple(zip(*rank_LR, strict=True))

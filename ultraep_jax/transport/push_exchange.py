@@ -1,7 +1,8 @@
 """The exchange of tokens by kernels that write into other GPUs' memory.
 
-The first dispatch tells every rank the rows and gates of all assignments, in lines that travel with
-the tokens. The other transfers of a round need no lists.
+A dispatch tells every rank the rows of all assignments, in lines that travel with the tokens; the
+first one of a round their gates, too. Then a rank knows what it has for whom, and combine needs no
+lists of others.
 """
 
 import dataclasses

@@ -43,6 +43,7 @@ class ToldCrossing:
   dest_TK: Array
   received_GTK: Array
 
+  @jax.named_scope("uep.dispatch")
   def at_rows(self, value_GTK: Array) -> Array:
     """Numbers of assignments at their rows, ``[C]``; rows that no token feeds have zero."""
     row_GTK = jnp.where(self.received_GTK < 0, self.capacity, self.received_GTK)

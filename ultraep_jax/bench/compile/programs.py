@@ -111,6 +111,10 @@ def _dispatch_scaled(tokens: Array, scales: Array, dest: Array, row: Array) -> k
   )
 
 
+def _gather(load: Array) -> Array:
+  return kernels.gather(load, axis_name=AXIS)
+
+
 def _combine(rows: Array, gate: Array, dest: Array, row: Array) -> Array:
   received, gates = jax.lax.all_gather((row, gate), AXIS)
   return kernels.combine(rows, gates, dest, received, axis_name=AXIS)
@@ -185,6 +189,7 @@ _PROGRAMS: Mapping[str, _OnMesh] = {
   "route": _on_ranks(_route, _CHOICES, _LOAD, _SLOTS, ((EXPERTS, 1), jnp.int32)),
   "replicate": _on_ranks(_replicate, _UP, _SLOTS),
   "reduce": _on_ranks(_reduce, _REPLICA_GRADS, _GRADS, _SLOTS),
+  "gather": _on_ranks(_gather, ((EXPERTS,), jnp.int32)),
   "dispatch": _on_ranks(_dispatch, _TOKENS, _CHOICES, _CHOICES),
   "dispatch fp8": _on_ranks(_dispatch_scaled, _BYTES, _SCALES, _CHOICES, _CHOICES),
   "combine": _on_ranks(_combine, _ROWS, _GATES, _CHOICES, _CHOICES),

@@ -27,6 +27,7 @@ from ultraep_jax.types import Array, ExpertWeights
 
 KERNELS = {
   "plan": ("plan",),
+  "loads": ("gather",),
   "dispatch": ("dispatch",),
   "combine": ("combine",),
   "replicate": ("replicate",),

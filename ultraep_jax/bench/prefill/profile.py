@@ -15,7 +15,7 @@ KINDS = {
   "combine": ("combine",),
   "attention": ("cudnn",),
   "other matmuls": ("nvjet", "cutlass", "gemm"),
-  "choice, plan, routes": ("top_k", "plan", "route"),
+  "choice, loads, plan, routes": ("top_k", "gather", "plan", "route"),
   "collectives": ("nccl",),
   "waiting": ("stream_executor::gpu::MultiGpuBarrier",),
 }

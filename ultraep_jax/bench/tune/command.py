@@ -172,8 +172,8 @@ def _transfer(operation: str, shape: Shape, args: argparse.Namespace) -> Subject
     raise CommandError(f"{operation}: expected several devices, got {mesh.size}")
   problem = _problem("sum beside", shape, args)
   tunings = {
-    DEFAULT: tune_transfers.default(operation, mesh.size),
-    **tune_transfers.candidates(operation, mesh.size),
+    DEFAULT: tune_transfers.default(operation, mesh.size, problem.rows),
+    **tune_transfers.candidates(operation, mesh.size, problem.rows),
   }
   competing = tune_transfers.contest(operation, problem, tunings, mesh)
   return Subject(operation, tune_transfers.widths(operation, problem), tunings, competing)

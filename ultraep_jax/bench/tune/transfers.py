@@ -45,23 +45,22 @@ _CANDIDATES: Mapping[str, tuple[Mapping[str, int], ...]] = {
   ),
 }
 OPERATIONS = tuple(_CANDIDATES)
-_TOKENS = 8192  # of a large batch
 
 
-def default(operation: str, ranks: int) -> TransferTuning:
-  """What the operation has without a table, where batches are large and plans have few slots."""
+def default(operation: str, ranks: int, rows: int) -> TransferTuning:
+  """What the operation has without a table, for so many rows of a rank and plans of few slots."""
   defaults = {
-    "dispatch": dispatching(_TOKENS),
-    "combine": combining(_TOKENS, ranks),
+    "dispatch": dispatching(rows // TOP_K),
+    "combine": combining(rows // TOP_K, ranks),
     "copying": COPYING,
     "reducing": reducing_tuning(ranks, 1),
   }
   return defaults.get(operation, TransferTuning())
 
 
-def candidates(operation: str, ranks: int) -> dict[str, TransferTuning]:
+def candidates(operation: str, ranks: int, rows: int) -> dict[str, TransferTuning]:
   """Tunings to try beside the operation's own, by a label."""
-  own = default(operation, ranks)
+  own = default(operation, ranks, rows)
   found = {
     ", ".join(f"{name} {value}" for name, value in changes.items()): dataclasses.replace(
       own, **changes
@@ -146,7 +145,8 @@ def _exchange(
       values, dest_TK, row_TK, received_GTK = (part[0] for part in rest)
       if operation == "dispatch":
         sizes: Any = {"capacity": capacity, "axis_name": AXIS, "tuning": tuning}
-        (out,) = kernels.dispatch([values], dest_TK, row_TK, **sizes).arrays
+        gate_TK = jnp.full(dest_TK.shape, 0.125, jnp.float32)  # they travel along
+        (out,) = kernels.dispatch([values], dest_TK, row_TK, gate_TK, **sizes).arrays
       else:
         gate_GTK = jnp.where(received_GTK >= 0, 0.125, 0.0).astype(jnp.float32)
         out = kernels.combine(
