@@ -95,10 +95,14 @@ def parse(argv: Sequence[str] | None) -> Job:
     parser.error(f"--processes: expected at least 1, got {args.processes}")
   if not args.processes and "SLURM_PROCID" not in os.environ:
     parser.error("--processes: expected the number of GPUs, as Slurm did not start this, got none")
+  if args.hosts < 1:
+    parser.error(f"--hosts: expected at least 1, got {args.hosts}")
   if not 0 <= args.host < args.hosts:
     parser.error(f"--host: expected 0 to {args.hosts - 1}, got {args.host}")
   if args.hosts > 1 and args.coordinator is None:
     parser.error("--coordinator: expected host 0's ADDRESS:PORT for several hosts, got none")
+  if args.coordinator is not None and not is_address(args.coordinator):
+    parser.error(f"--coordinator: expected ADDRESS:PORT, got {args.coordinator!r}")
   if not 1 <= args.heartbeat <= 60:
     parser.error(f"--heartbeat: expected 1 to 60 seconds, got {args.heartbeat}")
   values = vars(args) | {
@@ -106,6 +110,12 @@ def parse(argv: Sequence[str] | None) -> Job:
     "coordinator": args.coordinator or "localhost:29400",
   }
   return Job(**values)
+
+
+def is_address(text: str) -> bool:
+  """Whether it is ``host:port``."""
+  host, _, port = text.rpartition(":")
+  return bool(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16
 
 
 def watch(job: Job, workers: Sequence[BaseProcess]) -> int:

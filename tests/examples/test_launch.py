@@ -141,6 +141,11 @@ def test_tasks_of_slurm(start, tmp_path):
     ("--processes -1 train.py", "--processes: expected at least 1, got -1"),
     ("--processes 8 --hosts 2 --host 2 train.py", "--host: expected 0 to 1, got 2"),
     ("--processes 8 --hosts 2 train.py", "--coordinator: expected host 0's ADDRESS:PORT"),
+    ("--processes 8 --hosts 0 train.py", "--hosts: expected at least 1, got 0"),
+    ("--processes 1 --coordinator foo train.py", "expected ADDRESS:PORT, got 'foo'"),
+    ("--processes 1 --coordinator foo: train.py", "expected ADDRESS:PORT, got 'foo:'"),
+    ("--processes 1 --coordinator :29400 train.py", "expected ADDRESS:PORT, got ':29400'"),
+    ("--processes 1 --coordinator foo:99999 train.py", "--coordinator: expected ADDRESS:PORT"),
     ("--processes 8 --heartbeat 100 train.py", "--heartbeat: expected 1 to 60 seconds, got 100"),
   ],
 )
