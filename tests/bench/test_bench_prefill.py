@@ -250,6 +250,13 @@ def test_profiles_batches_without_a_gpu(tmp_path, capsys):
   assert "a batch of 64 tokens a rank" in capsys.readouterr().out
 
 
+def test_lengths_that_no_prompt_can_have_are_refused(capsys):
+  with pytest.raises(SystemExit, match="2"):
+    prefill.main(["--model", "tiny", "--lengths", "50", "10"])
+  said = capsys.readouterr().err
+  assert "--lengths: expected the shortest, then the longest, got [50, 10]" in said
+
+
 # --- the whole -------------------------------------------------------------------------------
 
 

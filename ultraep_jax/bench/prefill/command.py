@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   add_arguments(parser)
   args = parser.parse_args(argv)
+  if args.lengths != sorted(args.lengths):
+    parser.error(f"--lengths: expected the shortest, then the longest, got {args.lengths}")
   check_output(args.json)
   check_output(args.plot)
   return run(args)
@@ -95,9 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument("--seconds", type=nonnegative, default=10.0, help="of one rate")
   parser.add_argument("--tries", type=natural, default=5, help="more rates to find what is held")
-  parser.add_argument(
-    "--saturate", type=positive, default=8, help="full batches that arrive at once"
-  )
+  parser.add_argument("--saturate", type=positive, default=8, help="full batches that come at once")
   parser.add_argument("--requests", type=positive, help="instead: a soak of so many requests")
   parser.add_argument(
     "--profile", action="store_true", help="instead: times of a full batch by kind of kernel"
