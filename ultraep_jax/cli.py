@@ -16,7 +16,7 @@ import jax
 
 import ultraep_jax
 import ultraep_jax.commands
-from ultraep_jax.tools.errors import CommandError, no_devices
+from ultraep_jax.tools.errors import CommandError, UsageError, no_devices
 
 # Modules of ``ultraep_jax.commands``, imported when chosen.
 COMMANDS = ("demo", "view", "trace", "recommend", "plan", "simulate", "paper", "bench", "doctor")
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = command.run(args)
     sys.stdout.flush()
     return status
+  except UsageError as error:
+    chosen: argparse.ArgumentParser = getattr(args, "parser", parser)
+    chosen.error(str(error))
   except KeyboardInterrupt:
     return 130
   except BrokenPipeError:  # the reader of a pipe had enough

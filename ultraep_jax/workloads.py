@@ -85,7 +85,7 @@ def flat_loads(
   [1024, 1024, 1024, 1024, 439, 439]
   """
   check_sizes(num_experts, num_ranks, tokens, top_k)
-  limit = min(num_ranks, num_experts / top_k)
+  limit = highest_flat_ratio(num_experts, num_ranks, top_k)
   if not 1 <= ratio <= limit:
     raise ValueError(f"ratio: expected a number in [1, {limit:g}], got {ratio}")
   rng = _generator(seed)
@@ -264,25 +264,40 @@ def _generator(seed: int) -> np.random.Generator:
   return np.random.default_rng(seed)
 
 
-def _zipf_probability(num_experts: int, num_ranks: int, top_k: int, ratio: float) -> np.ndarray:
+def highest_zipf_ratio(num_experts: int, num_ranks: int, top_k: int) -> float:
+  """The most that ``zipf_loads`` takes for sizes that fit."""
+  return _zipf_skew(_zipf_at(_MAX_ALPHA, num_experts, num_ranks, top_k), top_k)
+
+
+def highest_flat_ratio(num_experts: int, num_ranks: int, top_k: int) -> float:
+  """The most that ``flat_loads`` takes for sizes that fit."""
+  return min(num_ranks, num_experts / top_k)
+
+
+def _zipf_at(alpha: float, num_experts: int, num_ranks: int, top_k: int) -> np.ndarray:
   """``[G, M]`` probabilities that an expert is in a token, hottest rank and expert first."""
   rank_G1 = np.arange(1.0, num_ranks + 1)[:, None]
   local_M = np.arange(1.0, num_experts // num_ranks + 1) ** -_LOCAL_EXPONENT
+  return _poisson(rank_G1**-alpha * local_M, top_k)
 
-  def probability(alpha: float) -> np.ndarray:
-    return _poisson(rank_G1**-alpha * local_M, top_k)
 
-  def skew(alpha: float) -> float:
-    return float(probability(alpha).sum(axis=1)[0]) * num_ranks / top_k
+def _zipf_skew(probability_GM: np.ndarray, top_k: int) -> float:
+  """The first rank over the mean."""
+  return float(probability_GM.sum(axis=1)[0]) * len(probability_GM) / top_k
 
+
+def _zipf_probability(num_experts: int, num_ranks: int, top_k: int, ratio: float) -> np.ndarray:
+  """As ``_zipf_at``, with the alpha whose hottest rank has ``ratio`` times the mean."""
+  sizes = num_experts, num_ranks, top_k
   low, high = 0.0, _MAX_ALPHA
-  limit = skew(high)
+  limit = highest_zipf_ratio(*sizes)
   if not 1 <= ratio <= limit:
     raise ValueError(f"ratio: expected a number in [1, {limit:.4g}] for these sizes, got {ratio}")
   for _ in range(40):
     middle = (low + high) / 2
-    low, high = (middle, high) if skew(middle) < ratio else (low, middle)
-  return probability((low + high) / 2)
+    below = _zipf_skew(_zipf_at(middle, *sizes), top_k) < ratio
+    low, high = (middle, high) if below else (low, middle)
+  return _zipf_at((low + high) / 2, *sizes)
 
 
 def _poisson(weight: np.ndarray, total: float) -> np.ndarray:

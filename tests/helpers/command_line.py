@@ -6,7 +6,11 @@ from ultraep_jax import cli
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
-  status = cli.main([str(argument) for argument in arguments])
+  try:
+    status = cli.main([str(argument) for argument in arguments])
+  except SystemExit as end:  # a wrong command line
+    assert isinstance(end.code, int)
+    status = end.code
   out, err = capsys.readouterr()
   return status, out, err
 

@@ -74,18 +74,20 @@ def test_plan_shows_no_load_as_even(tmp_path, capsys):
 @pytest.mark.parametrize(
   ("shape", "arguments", "message"),
   [
-    ((4, 8), ["--experts", "5"], "expected shape [G, 5] or [5], got [4, 8]"),
-    ((4, 8), ["--ranks", "2"], "expected shape [2, E] or [E], got [4, 8]"),
-    ((4, 8), ["--ranks", "4", "--experts", "0"], "expected shape [4, 0] or [0], got [4, 8]"),
-    ((8,), ["--ranks", "4", "--experts", "16"], "expected shape [4, 16] or [16], got [8]"),
+    ((4, 8), ["--experts", "5"], "--experts: expected 8, as {path} has, got 5"),
+    ((4, 8), ["--ranks", "2"], "--ranks: expected 4, as {path} has, got 2"),
+    ((8,), ["--ranks", "4", "--experts", "16"], "--experts: expected 8, as {path} has, got 16"),
+    ((8,), ["--ranks", "3"], "--ranks: expected a divisor of 8 experts, got 3"),
+    ((8,), [], "--ranks: expected the ranks to deal the row of loads in {path} to, got none"),
     ((4, 8), ["--ranks", "4", "--experts", "8"], ""),
     ((8,), ["--ranks", "4", "--experts", "8"], ""),
   ],
 )
 def test_plan_compares_a_file_with_the_numbers_given(shape, arguments, message, tmp_path, capsys):
-  np.save(tmp_path / "loads.npy", np.ones(shape, int))
-  status, _, err = run(capsys, "plan", tmp_path / "loads.npy", *arguments)
-  assert status == bool(message) and message in err
+  path = tmp_path / "loads.npy"
+  np.save(path, np.ones(shape, int))
+  status, _, err = run(capsys, "plan", path, *arguments)
+  assert status == (2 if message else 0) and message.format(path=path) in err
 
 
 def test_plan_deals_loads_per_expert_to_the_ranks(tmp_path, capsys):
@@ -170,7 +172,6 @@ def test_plan_has_homes_send_all_copies_in_plain_jax(capsys):
     ("a.csv", "1.5,2\n3,4", "expected whole numbers"),
     ("a.csv", "1e12,2\n3,4", r"expected loads in \[0, 2\*\*31\)"),
     ("a.csv", "1,2,3\n3,4,5", r"expected shape \[G, E\], E a positive multiple of G"),
-    ("a.csv", "1,2,3,4", "expected --ranks, to deal one row of loads to ranks, got none"),
     ("a.csv", "<script>", "expected loads in csv"),
     ("a.json", "[[1, 2], [3]]", "expected loads in json"),
     ("a.json", '{"load": 3}', "expected whole numbers, got object"),
@@ -198,12 +199,12 @@ def test_plan_refuses_hostile_files(name, content, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  "given", ["--tokens 5", "--top-k 1", "--workload flat", "--ratio 3", "--seed 1"]
+  "given", ["--tokens 5", "--top-k 1", "--workload flat", "--ratio 3", "--seed 0"]
 )
 def test_plan_refuses_options_of_generated_loads_beside_a_file(given, tmp_path, capsys):
   np.save(tmp_path / "loads.npy", traces.loads(3))
   status, out, err = run(capsys, "plan", tmp_path / "loads.npy", *given.split())
-  assert status == 1 and not out
+  assert status == 2 and not out
   assert f"{given.split()[0]}: expected no FILE with it, which has its loads, got " in err
 
 
@@ -219,24 +220,63 @@ def test_plan_refuses_files_without_loads(shape, tmp_path, capsys):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["--slots", "-1"], "replica_slots: expected at least 0, got -1"),
-    (["--ranks", "7"], "num_experts: expected a multiple of 7 ranks, got 64"),
-    (["--ranks", "0"], "num_experts: expected a multiple of 0 ranks"),
-    (["--tokens", "10000000000"], "ranks * tokens * top_k and ranks * experts below 2**31"),
-    (["--experts", "1000000000000"], "ranks * tokens * top_k and ranks * experts below 2**31"),
-    (["--slots", "1000000000000"], "replica_slots: expected at most 65536"),
+    (["--slots", "-1"], "--slots: expected an integer from 0 to 2147483647, got '-1'"),
+    (["--ranks", "0"], "--ranks: expected an integer from 1 to 2147483647, got '0'"),
+    (["--ranks", "7", "--experts", "64"], "--experts: expected a multiple of 7 ranks, got 64"),
+    (["--ranks", "2147483647"], "--ranks: expected ranks * tokens * top_k and ranks * experts"),
+    (["--tokens", "10000000000"], "--tokens: expected an integer from 1 to 2147483647"),
+    (["--tokens", "1000000000"], "--tokens: expected ranks * tokens * top_k and ranks * experts"),
+    (["--experts", "2000000000", "--top-k", "1"], "--experts, --top-k: expected ranks * tokens"),
+    (["--top-k", "65"], "--top-k: expected a number in [1, 64], got 65"),
+    (["--slots", "100000"], "--slots: expected at most 65536"),
     (["--slots", "65"], "--slots: expected at most 64 experts, got 65"),
-    (["--seed", "-1"], "seed: expected at least 0, got -1"),
-    (["--ratio", "nan"], "ratio: expected a number"),
-    (["--domain", "3"], "domain_size: expected a divisor of 8 ranks, got 3"),
-    (["--strategy", "magic"], "strategy: expected one of"),
+    (["--seed", "-1"], "--seed: expected an integer from 0"),
+    (["--ratio", "nan"], "--ratio: expected a number of at least 1"),
+    (["--ratio", "60"], "--ratio: expected a number in [1, "),
+    (["--target", "inf"], "--target: expected a number of at least 1"),
+    (["--min-tokens", "0"], "--min-tokens: expected an integer from 1"),
+    (["--domain", "3"], "--domain: expected a divisor of 8 ranks, got 3"),
+    (["--domain", "0"], "--domain: expected an integer from 1"),
+    (["--strategy", "magic"], "--strategy: expected one of"),
     (["--strategy", "ideal"], "replaces the router's choice and plans nothing"),
     (["--device", "h200"], "--device: expected --objective time with it"),
     (["--objective", "time"], "expected --width and --inner"),
     (["--width", "64"], "--width, --inner: expected both or none"),
-    (["--width", "64", "--inner", "0"], "expected at least 1"),
+    (["--width", "64", "--inner", "0"], "--inner: expected an integer from 1"),
+    (["--objective", "time", "--device", "/none"], "--device: expected one of"),
   ],
 )
 def test_plan_refuses_wrong_numbers(arguments, message, capsys):
+  if "/none" in arguments:
+    arguments = [*arguments, "--width", "64", "--inner", "64"]
   status, _, err = run(capsys, "plan", *arguments)
-  assert status == 1 and message in err
+  assert status == 2 and err.startswith("usage: ultraep plan")
+  assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+  ("given", "sizes", "slots", "made"),
+  [
+    ([], (8, 64), 2, "zipf, --ratio 2, --seed 0"),
+    (["--ranks", 1], (1, 64), 0, "zipf, --ratio 1, --seed 0"),
+    (["--ranks", 2], (2, 64), 2, "zipf, --ratio 1.66, --seed 0"),
+    (["--ranks", 1, "--workload", "flat"], (1, 64), 0, "flat, --ratio 1, --seed 0"),
+    (["--ranks", 7], (7, 70), 2, "zipf, --ratio 2, --seed 0"),
+    (["--ranks", 128], (128, 128), 2, "zipf, --ratio 2, --seed 0"),
+    (["--experts", 12], (6, 12), 2, "zipf, --ratio 1.5, --seed 0"),
+    (["--experts", 1], (1, 1), 0, "zipf, --ratio 1, --seed 0"),
+  ],
+)
+def test_plan_has_defaults_that_fit_what_is_given(given, sizes, slots, made, capsys):
+  status, out, err = run(capsys, "plan", *given, "--json")
+  assert status == 0, err
+  answer = json.loads(out)
+  assert (answer["ranks"], answer["experts"]) == sizes
+  assert (answer["replica_slots"], answer["generated"]) == (slots, made)
+
+
+def test_plan_takes_a_file_of_one_rank(tmp_path, capsys):
+  np.save(tmp_path / "loads.npy", np.array([[3, 1]]))
+  status, out, err = run(capsys, "plan", tmp_path / "loads.npy", "--json")
+  assert status == 0, err
+  assert json.loads(out)["copies"] == 0

@@ -16,6 +16,7 @@ from ultraep_jax.simulate import paper, plots, published, scaling, validation
 from ultraep_jax.simulate.paper import QUICK, Effort, Report
 from ultraep_jax.simulate.text import constants, difference, percent, to_json
 from ultraep_jax.tables import table
+from ultraep_jax.tools.arguments import positive
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.tools.progress import progress
 
@@ -23,15 +24,13 @@ from ultraep_jax.tools.progress import progress
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's options."""
   parser.add_argument("--quick", action="store_true", help="one seed and few steps, to try it")
-  parser.add_argument("--seeds", type=int, default=Effort().seeds, help="independent runs")
+  parser.add_argument("--seeds", type=positive, default=Effort().seeds, help="independent runs")
   parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
   parser.add_argument("--out", type=pathlib.Path, help="folder for figures and paper.json")
 
 
 def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
-  if args.seeds < 1:
-    raise CommandError(f"seeds: expected at least 1, got {args.seeds}")
   if args.out is not None:
     args.out.mkdir(parents=True, exist_ok=True)
     check_output(args.out / "paper.json")

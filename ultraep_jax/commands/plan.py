@@ -10,6 +10,7 @@ Files: .npy, .npz (the array load_GE, or the only one), .json (nested lists) and
 
 import argparse
 import json
+import math
 import pathlib
 import warnings
 from typing import Any
@@ -26,15 +27,29 @@ from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank, transfer_tree
 from ultraep_jax.tables import table
-from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.arguments import factor, natural, positive
+from ultraep_jax.tools.errors import UsageError, refused
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
+from ultraep_jax.workloads import check_sizes, highest_flat_ratio, highest_zipf_ratio
 
-_EXPERTS = 64
 _OF_RATIO = {"zipf": testing.zipf_loads, "flat": testing.flat_loads}
+_HIGHEST = {"zipf": highest_zipf_ratio, "flat": highest_flat_ratio}
 _WORKLOADS = (*_OF_RATIO, "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
-# Options of generated loads alone, and their defaults.
-_GENERATED = {"tokens": 4096, "top_k": 8, "workload": "zipf", "ratio": 2.0, "seed": 0}
+# Options of generated loads alone.
+_GENERATED = ("tokens", "top_k", "workload", "ratio", "seed")
+# Defaults, or less of them where sizes that are given allow no more.
+_RANKS, _EXPERTS, _TOKENS, _TOP_K, _RATIO, _SLOTS = 8, 64, 4096, 8, 2.0, 2
 _DEVICE = "h200"
+# The options that what a check names comes from.
+_OPTIONS = {
+  "replica_slots": ("--slots",),
+  "domain_size": ("--domain",),
+  "min_tokens_per_replica": ("--min-tokens",),
+  "num_experts": ("--experts",),
+  "sizes": ("--ranks", "--experts", "--tokens", "--top-k"),
+  "top_k": ("--top-k",),
+  **{name: (f"--{name}",) for name in ("strategy", "device", "target", "ratio", "tokens")},
+}
 _TABLE_ROWS = 72
 _MOST_BYTES = 2**30  # of a file of loads
 
@@ -43,39 +58,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """The loads, how to plan them and how to print the answer."""
   add = parser.add_argument
   add("loads", nargs="?", type=pathlib.Path, metavar="FILE", help="loads; without: generated")
-  add("--ranks", type=int, help="ranks (8, or as in the file)")
-  add("--experts", type=int, help=f"experts ({_EXPERTS}, or as in the file)")
-  add("--tokens", type=int, help="generated: tokens a rank (%(default)s)")
-  add("--top-k", type=int, help="generated: experts a token (%(default)s)")
-  add("--workload", choices=_WORKLOADS, help="generated: kind (%(default)s)")
+  add("--ranks", type=positive, help=f"ranks ({_RANKS}, or as in the file)")
+  add("--experts", type=positive, help=f"experts ({_EXPERTS}, or as in the file)")
+  add("--tokens", type=positive, help=f"generated: tokens a rank ({_TOKENS})")
+  add("--top-k", type=positive, help=f"generated: experts a token ({_TOP_K})")
+  add("--workload", choices=_WORKLOADS, help="generated: kind (zipf)")
   add(
     "--ratio",
-    type=float,
-    help=f"generated, by {' and '.join(_OF_RATIO)}: busiest over mean rank (%(default)s)",
+    type=factor,
+    help=f"generated, by {' and '.join(_OF_RATIO)}: busiest over mean rank ({_RATIO:g}, or as much "
+    "as the ranks allow)",
   )
-  add("--seed", type=int, help="generated: seed (%(default)s)")
-  add("--slots", type=int, default=2, help="replica slots a rank (%(default)s)")
+  add("--seed", type=natural, help="generated: seed (0)")
+  add("--slots", type=natural, help=f"replica slots a rank ({_SLOTS}; 0 of one rank)")
   add("--strategy", default="quota", help="balancer (%(default)s)")
   add("--objective", choices=("balance", "time"), default="balance", help="(%(default)s)")
-  add("--target", type=float, help="fewest copies that reach this, e.g. 1.01")
-  add("--min-tokens", type=int, default=1, help="least assignments of a copy (%(default)s)")
-  add("--domain", type=int, help="ranks of a domain of fast links (all)")
+  add("--target", type=factor, help="fewest copies that reach this, e.g. 1.01")
+  add("--min-tokens", type=positive, default=1, help="least assignments of a copy (%(default)s)")
+  add("--domain", type=positive, help="ranks of a domain of fast links (all)")
   add("--transfer", choices=("auto", "direct", "relay"), default="auto", help="(%(default)s)")
-  add("--width", type=int, help="D, hidden width, for the bytes and the cost of a copy")
-  add("--inner", type=int, help="F, inner width of an expert, likewise")
+  add("--width", type=positive, help="D, hidden width, for the bytes and the cost of a copy")
+  add("--inner", type=positive, help="F, inner width of an expert, likewise")
   add("--device", help=f"has the costs of --objective time: its name or file ({_DEVICE})")
   add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
   add("--json", action="store_true", help="print JSON, with the whole plan")
-  parser.set_defaults(**_GENERATED)
 
 
 def run(args: argparse.Namespace) -> int:
   """Plans and prints."""
   try:
     _check_used(args)
-    load_GE = _generated(args) if args.loads is None else _from_file(args)
+    made = None
+    if args.loads is None:
+      load_GE, made = _generated(args)
+    else:
+      load_GE = _from_file(args)
+    num_ranks, num_experts = load_GE.shape
+    slots = (min(_SLOTS, num_experts) if num_ranks > 1 else 0) if args.slots is None else args.slots
     config = BalanceConfig(
-      replica_slots=args.slots,
+      replica_slots=slots,
       strategy=args.strategy,
       objective=args.objective,
       target=args.target,
@@ -83,31 +104,29 @@ def run(args: argparse.Namespace) -> int:
       domain_size=args.domain,
       transfer=args.transfer,
     )
-    if args.slots > load_GE.shape[1]:
-      raise ValueError(f"--slots: expected at most {load_GE.shape[1]} experts, got {args.slots}")
+    if slots > num_experts:
+      raise UsageError(f"--slots: expected at most {num_experts} experts, got {slots}")
     strategy = strategies.resolve(config.strategy)
     if strategy.reassign is not None:
       raise ValueError(
         f"strategy: {args.strategy!r} replaces the router's choice and plans nothing"
       )
-    config.domain_of(len(load_GE))  # which not every strategy asks for
+    config.domain_of(num_ranks)  # which not every strategy asks for
     weights = _expert(args)
     device = Device.load(args.device or _DEVICE) if config.objective == "time" else None
     cost = _cost(args, load_GE, device, weights, config)
     plan = strategy.plan(jnp.asarray(load_GE), config, cost)
     if device is not None and device.portable is None:  # plain JAX ignores the trees of copies
-      parent_GS = transfer_tree(
-        plan.replica_expert, num_experts=load_GE.shape[1], transfer="direct"
-      )
+      parent_GS = transfer_tree(plan.replica_expert, num_experts=num_experts, transfer="direct")
       plan = plan._replace(parent=parent_GS)
   except (ValueError, TypeError, OSError) as error:
-    raise CommandError(str(error)) from None
+    raise refused(error, args, _OPTIONS) from None
   copy_bytes = 0 if weights is None else weights.expert_size * jnp.dtype(args.dtype).itemsize
   answer = _answer(load_GE, plan, config, copy_bytes)
   if device is not None:
     answer["costs"] = f"{device.name}, {device.layer}"
-  if args.loads is None:
-    answer["generated"] = _generated_by(args)
+  if made is not None:
+    answer["generated"] = made
   print(json.dumps(answer, indent=2) if args.json else _text(answer))
   return 0
 
@@ -116,36 +135,46 @@ def _check_used(args: argparse.Namespace) -> None:
   """Refuses options that would change nothing.
 
   Raises:
-    ValueError: there are some.
+    UsageError: there are some.
   """
-  given = [name for name, value in _GENERATED.items() if getattr(args, name) != value]
+  given = [name for name in _GENERATED if getattr(args, name) is not None]
   if args.loads is not None and given:
     option = given[0].replace("_", "-")
-    raise ValueError(f"--{option}: expected no FILE with it, which has its loads, got {args.loads}")
+    raise UsageError(f"--{option}: expected no FILE with it, which has its loads, got {args.loads}")
   if args.device is not None and args.objective != "time":
-    raise ValueError(
+    raise UsageError(
       f"--device: expected --objective time with it, which weighs costs, got {args.objective}"
     )
 
 
-def _generated(args: argparse.Namespace) -> np.ndarray:
-  ranks = 8 if args.ranks is None else args.ranks
-  experts = _EXPERTS if args.experts is None else args.experts
-  sizes = (experts, ranks, args.tokens, args.top_k)
-  if args.workload in _OF_RATIO:
-    return _OF_RATIO[args.workload](args.seed, *sizes, args.ratio)
-  if args.workload == "balanced":
-    return testing.balanced_loads(args.seed, *sizes)
-  if args.workload == "all-to-one":
-    return testing.all_to_one_loads(*sizes)
-  return testing.adversarial_loads(args.seed, *sizes, kind=args.workload)
+def _generated(args: argparse.Namespace) -> tuple[np.ndarray, str]:
+  """Loads; and their workload with those options that it depends on beside the sizes."""
+  sizes = _sizes(args)
+  check_sizes(*sizes)
+  kind, seed = args.workload or "zipf", args.seed or 0
+  made = f"{kind}, --seed {seed}"
+  if kind in _OF_RATIO:
+    experts, ranks, _, top_k = sizes
+    # Rounded down, as it is printed: with it the same loads can be made again.
+    most = max(math.floor(100 * _HIGHEST[kind](experts, ranks, top_k)) / 100, 1.0)
+    ratio = min(_RATIO, most) if args.ratio is None else args.ratio
+    return _OF_RATIO[kind](seed, *sizes, ratio), f"{kind}, --ratio {ratio:g}, --seed {seed}"
+  if kind == "balanced":
+    return testing.balanced_loads(seed, *sizes), made
+  if kind == "all-to-one":
+    return testing.all_to_one_loads(*sizes), kind
+  return testing.adversarial_loads(seed, *sizes, kind=kind), made
 
 
-def _generated_by(args: argparse.Namespace) -> str:
-  """The workload, and those options that it depends on beside the sizes."""
-  ratio = f", --ratio {args.ratio:g}" if args.workload in _OF_RATIO else ""
-  seed = f", --seed {args.seed}" if args.workload != "all-to-one" else ""
-  return f"{args.workload}{ratio}{seed}"
+def _sizes(args: argparse.Namespace) -> tuple[int, int, int, int]:
+  """Experts, ranks, tokens and experts a token; those that are not given fit those that are."""
+  ranks, experts = args.ranks, args.experts
+  if ranks is None:
+    ranks = max(r for r in range(1, _RANKS + 1) if (experts or _EXPERTS) % r == 0)
+  if experts is None:
+    experts = -(-_EXPERTS // ranks) * ranks
+  top_k = min(_TOP_K, experts) if args.top_k is None else args.top_k
+  return experts, ranks, _TOKENS if args.tokens is None else args.tokens, top_k
 
 
 def _from_file(args: argparse.Namespace) -> np.ndarray:
@@ -153,7 +182,8 @@ def _from_file(args: argparse.Namespace) -> np.ndarray:
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: it holds no loads, or of other numbers of ranks or experts than are given.
+    ValueError: it holds no loads.
+    UsageError: of other numbers of ranks or experts than are given.
   """
   path, num_ranks, num_experts = args.loads, args.ranks, args.experts
   load = _read(path)
@@ -169,20 +199,22 @@ def _from_file(args: argparse.Namespace) -> np.ndarray:
     raise ValueError(f"{path}: expected loads in [0, 2**31), got {least:g} to {most:g}")
   load = load.astype(np.int64)
   if load.ndim == 1:
-    if num_ranks is None or num_ranks < 1:
-      raise ValueError(
-        f"{path}: expected --ranks, to deal one row of loads to ranks, got {num_ranks or 'none'}"
+    if num_ranks is None:
+      raise UsageError(
+        f"--ranks: expected the ranks to deal the row of loads in {path} to, got none"
       )
-    if num_ranks > load.size:
-      raise ValueError(f"{path}: --ranks: expected at most {load.size} experts, got {num_ranks}")
+    if load.size % num_ranks:
+      raise UsageError(f"--ranks: expected a divisor of {load.size} experts, got {num_ranks}")
     # From every rank alike, the remainders dealt out in turn.
     deal = (np.arange(num_ranks)[:, None] + np.arange(load.size)) % num_ranks
     load = load // num_ranks + (deal < load % num_ranks)
-  ranks = "G" if num_ranks is None else num_ranks
-  experts = "E" if num_experts is None else num_experts
-  if load.ndim != 2 or ranks not in ("G", len(load)) or experts not in ("E", load.shape[1]):
-    wanted = f"[{ranks}, {experts}] or [{experts}]"
-    raise ValueError(f"{path}: expected shape {wanted}, got {shape}")
+  if load.ndim != 2:
+    raise ValueError(f"{path}: expected shape [G, E] or [E], got {shape}")
+  for name, given, found in zip(
+    ("ranks", "experts"), (num_ranks, num_experts), load.shape, strict=True
+  ):
+    if given not in (None, found):
+      raise UsageError(f"--{name}: expected {found}, as {path} has, got {given}")
   return load.astype(np.int32)
 
 
@@ -237,11 +269,9 @@ def _read_csv(path: pathlib.Path) -> np.ndarray:
 def _expert(args: argparse.Namespace) -> ExpertWeights | None:
   """The shapes of an expert's weights."""
   if (args.width is None) != (args.inner is None):
-    raise ValueError("--width, --inner: expected both or none")
+    raise UsageError("--width, --inner: expected both or none")
   if args.width is None:
     return None
-  if min(args.width, args.inner) < 1:
-    raise ValueError("--width, --inner: expected at least 1")
   up, down = (1, args.width, args.inner), (1, args.inner, args.width)
   shapes: Any = [jax.ShapeDtypeStruct(shape, args.dtype) for shape in (up, up, down)]
   return ExpertWeights(*shapes)
@@ -257,7 +287,7 @@ def _cost(
   if device is None:
     return None
   if weights is None:
-    raise ValueError("--objective time: expected --width and --inner, which say what copies cost")
+    raise UsageError("--objective time: expected --width and --inner, which say what copies cost")
   num_ranks = len(load_GE)
   capacity = max(row_capacity(int(load_GE.sum(axis=1).max()), 1, num_ranks, config), 1)
   domain = config.domain_of(num_ranks)

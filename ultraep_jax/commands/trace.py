@@ -11,12 +11,21 @@ from typing import Any
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.tables import table
-from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.arguments import byte_count, natural, positive
+from ultraep_jax.tools.errors import refused
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.megatron import import_megatron
 from ultraep_jax.trace.reader import Trace, read
 from ultraep_jax.trace.summary import PERCENTILES, in_words, summarise
+
+# The options that what a check names comes from.
+_OPTIONS = {
+  "num_ranks": ("--ranks",),
+  "num_experts": ("--experts",),
+  "replica_slots": ("--slots",),
+  "domain_size": ("--domain",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   bring.add_argument("source", metavar="FROM", help="folder of the files")
   bring.add_argument("path", metavar="TO", help="folder of the new trace")
-  bring.add_argument("--experts", type=int, required=True, help="experts of a layer")
-  bring.add_argument("--ranks", type=int, help="ranks that share the experts (all files' ranks)")
-  bring.add_argument("--slots", type=int, default=2, help="replica slots a rank (%(default)s)")
-  bring.add_argument("--domain", type=int, help="ranks of a domain of fast links (all)")
+  bring.add_argument("--experts", type=positive, required=True, help="experts of a layer")
   bring.add_argument(
-    "--expert-bytes", type=int, default=0, help="bytes of an expert's weights, if known"
+    "--ranks", type=positive, help="ranks that share the experts (all files' ranks)"
+  )
+  bring.add_argument("--slots", type=natural, default=2, help="replica slots a rank (%(default)s)")
+  bring.add_argument("--domain", type=positive, help="ranks of a domain of fast links (all)")
+  bring.add_argument(
+    "--expert-bytes", type=byte_count, default=0, help="bytes of an expert's weights, if known"
   )
   for action in (show, bring):
     action.add_argument("--json", action="store_true", help="print JSON")
@@ -46,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
   try:
     trace = read(args.path) if args.action == "show" else _import(args)
   except (TraceError, OSError, ValueError) as error:
-    raise CommandError(str(error)) from None
+    raise refused(error, args, _OPTIONS if args.action == "import" else {}) from None
   summary = summarise(trace)
   if args.json:
     print(json.dumps({"name": trace.manifest.name, **summary}, indent=2))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ultraep_jax.files import check_output, write_text
+from ultraep_jax.tools.arguments import port
 from ultraep_jax.tools.errors import CommandError
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.reader import Trace, read
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--steps", type=_steps, metavar="A:B", help="only steps from A to before B, in more detail"
   )
   parser.add_argument("--host", default="127.0.0.1", help="address to serve on (%(default)s)")
-  parser.add_argument("--port", type=int, default=0, help="port to serve on (a free one)")
+  parser.add_argument("--port", type=port, default=0, help="port to serve on (a free one)")
   parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 

@@ -17,6 +17,16 @@ def natural(text: str) -> int:
   return _integer(text, 0)
 
 
+def port(text: str) -> int:
+  """A port of TCP; 0 is any that is free."""
+  return _integer(text, 0, 2**16 - 1)
+
+
+def byte_count(text: str) -> int:
+  """An integer of at least 0, which 64 bits hold."""
+  return _integer(text, 0, 2**63 - 1)
+
+
 def slot_count(text: str) -> int | Literal["auto"]:
   """An integer of at least 0, or ``auto``, as for ``BalanceConfig.replica_slots``."""
   return "auto" if text == "auto" else _integer(text, 0)
@@ -37,13 +47,13 @@ def factor(text: str) -> float:
   return _number(text, 1.0, "of at least 1")
 
 
-def _integer(text: str, least: int) -> int:
+def _integer(text: str, least: int, most: int = _MOST) -> int:
   try:
     value = int(text)
   except ValueError:
     value = least - 1
-  if not least <= value <= _MOST:
-    raise argparse.ArgumentTypeError(f"expected an integer from {least} to {_MOST}, got {text!r}")
+  if not least <= value <= most:
+    raise argparse.ArgumentTypeError(f"expected an integer from {least} to {most}, got {text!r}")
   return value
 
 
