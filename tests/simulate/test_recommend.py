@@ -6,8 +6,8 @@ import re
 
 import pytest
 import traces
+from command_line import run
 
-from ultraep_jax import cli
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.replay import recorded_shape, trace_setting
 from ultraep_jax.trace import Recorder, read
@@ -36,11 +36,6 @@ def test_domains_are_those_of_the_layers(tmp_path):
     assert trace_setting(other, shape, Device.load("h200")).domain_size == ranks
 
 
-def run(capsys, *arguments: str) -> tuple[int, str, str]:
-  status = cli.main(list(arguments))
-  return status, *capsys.readouterr()
-
-
 def test_a_trace_says_how_wide_its_layers_are(tmp_path):
   shape = recorded_shape(read(write(tmp_path / "wide", WIDE)))
   assert shape is not None
@@ -57,7 +52,13 @@ def test_without_widths_a_model_must_be_named(model, tmp_path, capsys):
   folder = write(tmp_path / "trace", model)
   for command in ("simulate", "recommend"):
     status, _, said = run(capsys, command, *(["--trace"] * (command == "simulate")), folder)
-    assert status == 1 and "--model: expected one of DeepSeek-V3" in said
+    assert status == 2 and "--model: expected one of GLM-4.5-106B, " in said
+    assert "or sizes as DxFxEXPERTSxTOP_K, as the trace does not say how wide" in said
+    sized = [folder, "--model", "64x32x8x2"]
+    status, said, _ = run(capsys, command, *(["--trace"] * (command == "simulate")), *sized)
+    assert status == 0
+    note = "note: --model 64x32x8x2 says nothing of attention and other layers: they count as 0"
+    assert note in said
 
 
 def test_simulate_takes_widths_from_the_trace(tmp_path, capsys):

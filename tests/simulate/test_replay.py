@@ -107,16 +107,17 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["--ranks", "8"], "loads: expected [layer, 8, 8]"),
-    (["--domain", "3"], "domain_size: expected a divisor of 4"),
-    (["--target", "0.5"], "target: expected a finite number of at least 1"),
+    (["--ranks", "8"], "--ranks: expected 4, as {path} has, got 8"),
+    (["--domain", "3"], "--domain: expected a divisor of 4"),
+    (["--target", "0.5"], "--target: expected a number of at least 1"),
   ],
 )
 def test_command_explains_what_is_wrong(arguments, message, tmp_path, capsys):
   traces.write(tmp_path, steps=1)
   command = ["simulate", "--trace", str(tmp_path), "--model", "Qwen3-235B", *arguments]
-  assert cli.main(command) == 1
-  assert message in capsys.readouterr().err
+  with pytest.raises(SystemExit, match="2"):
+    cli.main(command)
+  assert message.format(path=tmp_path) in capsys.readouterr().err
 
 
 def test_command_without_a_trace(tmp_path, capsys):

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from command_line import run
 
 from ultraep_jax import cli
 from ultraep_jax.commands import paper as paper_command
@@ -15,6 +16,8 @@ from ultraep_jax.testing import zipf_loads
 pytestmark = pytest.mark.usefixtures("optimized")  # planning for thousands of ranks takes a while
 TINY = ["--ranks", "8", "--domain", "8", "--tokens", "64", "--steps", "2", "--period", "2"]
 TINY += ["--layers", "1", "--imbalance", "1.8", "--noise", "0.05", "--drift", "0"]
+ONCE = ["--tokens", "64", "--steps", "1", "--period", "1", "--layers", "1", "--seeds", "1"]
+ONCE += ["--strategies", "none"]
 
 
 def test_simulate_prints_tables_and_sources(capsys):
@@ -92,20 +95,88 @@ def test_recorded_loads_say_how_many_tokens_a_rank_has(of_all, tmp_path, capsys)
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (["--ranks", "7"], "num_ranks: expected a divisor of 128 experts, got 7"),
-    (["--capacity-factor", "0"], "capacity_factor: expected a finite number of at least 1, got 0"),
-    (["--domain", "3"], "domain_size: expected a divisor of 8"),
-    (["--seeds", "0"], "seeds: expected at least 1"),
-    (["--strategies", "best"], "strategies: expected some of"),
-    (["--device", "/nowhere"], "device: expected one of"),
-    (["--loads", "/nowhere"], "/nowhere: expected a file, got nothing"),
-    (["--imbalance", "100"], "imbalance: expected a number in"),
-    (["--target", "0.5"], "target: expected a finite number of at least 1"),
+    (["--ranks", "7"], "--ranks: expected a divisor of 128 experts, got 7"),
+    (["--ranks", "-1"], "--ranks: expected an integer from 1 to 2147483647, got '-1'"),
+    (["--capacity-factor", "0"], "--capacity-factor: expected a number of at least 1"),
+    (["--domain", "3"], "--domain: expected a divisor of 8"),
+    (["--tokens", "1000000000"], "--tokens: expected ranks * tokens * top_k"),
+    (["--slots", "-1"], "--slots: expected an integer from 0"),
+    (["--slots", "100000"], "--slots: expected at most 65536"),
+    (["--drift", "11"], "--drift: expected a number in [0, 10], got 11"),
+    (["--noise", "nan"], "--noise: expected a number of at least 0"),
+    (["--bursts", "2"], "--bursts: expected a number in [0, 1], got 2"),
+    (["--seeds", "0"], "--seeds: expected an integer from 1"),
+    (["--steps", "100001"], "--steps: expected at most 100000, got 100001"),
+    (["--strategies", "best"], "--strategies: expected some of"),
+    (["--device", "/nowhere"], "--device: expected one of"),
+    (["--imbalance", "100"], "--imbalance: expected a number in"),
+    (["--target", "0.5"], "--target: expected a number of at least 1"),
+    (["--model", "magic"], "--model: expected one of GLM-4.5-106B, "),
+    (["--model", "2048x768x128"], "or sizes as DxFxEXPERTSxTOP_K, e.g. 2048x1408x60x4, got '2048"),
   ],
 )
 def test_simulate_explains_what_is_wrong(arguments, message, capsys):
-  assert cli.main(["simulate", *TINY, *arguments]) == 1
-  assert message in capsys.readouterr().err
+  status, _, err = run(capsys, "simulate", *TINY, *arguments)
+  assert status == 2 and err.startswith("usage: ultraep simulate")
+  assert message in err.splitlines()[-1]
+
+
+def test_simulate_says_which_file_is_not_there(capsys):
+  status, _, err = run(capsys, "simulate", *TINY, "--loads", "/nowhere")
+  assert status == 1 and "/nowhere: expected a file, got nothing" in err
+
+
+@pytest.mark.parametrize(
+  ("shape", "given", "message"),
+  [
+    ((1, 1, 4, 64), [], "--model: expected a model of 64 experts, as {path} has, got Qwen3-235B"),
+    ((1, 1, 4, 128), ["--ranks", "8"], "--ranks: expected 4, as {path} has, got 8"),
+  ],
+)
+def test_recorded_loads_say_their_ranks_and_experts(shape, given, message, tmp_path, capsys):
+  path = tmp_path / "loads.npy"
+  np.save(path, np.full(shape, 16))
+  command = ("simulate", "--strategies", "none", "--loads", path)
+  status, _, err = run(capsys, *command, *given)
+  assert status == 2 and message.format(path=path) in err
+  status, out, err = run(capsys, *command, "--model", f"64x32x{shape[-1]}x2")
+  assert status == 0, err
+  assert ": 4 ranks in domains of 4, " in out and "assumed" not in out
+
+
+def test_ranks_that_no_loads_say_are_said_to_be_assumed(tmp_path, capsys):
+  np.save(tmp_path / "loads.npy", np.full((1, 1, 128), 16))
+  command = ("simulate", "--strategies", "none", "--loads", tmp_path / "loads.npy")
+  note = "the loads do not say of how many ranks they are: 8 assumed (--ranks)"
+  assert note in run(capsys, *command)[1]
+  status, out, _ = run(capsys, *command, "--ranks", 4)
+  assert status == 0 and note not in out and ": 4 ranks in domains of 4, " in out
+
+
+@pytest.mark.parametrize(
+  ("ranks", "traffic", "reached"), [(1, "drifting", "1"), (2, "phases", "1.6"), (4, "steady", "")]
+)
+def test_few_ranks_have_the_imbalance_that_they_can_reach(ranks, traffic, reached, capsys):
+  command = ("simulate", *ONCE, "--ranks", ranks, "--traffic", traffic)
+  status, out, err = run(capsys, *command)
+  assert status == 0, err
+  note = f"note: imbalance {reached} (--imbalance): so few ranks cannot reach the "
+  assert note in out if reached else "--imbalance" not in out
+
+
+def test_domains_divide_the_ranks(capsys):
+  """Of a machine with eight ranks in one, twelve have six in each."""
+  status, out, err = run(capsys, "simulate", *ONCE, "--model", "64x32x24x2", "--ranks", 12)
+  assert status == 0, err
+  assert "12 ranks in domains of 6" in out
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b", "64x32x16x4"])
+def test_simulate_takes_models_of_which_a_layer_alone_is_known(name, capsys):
+  status, out, err = run(capsys, "simulate", *ONCE, "--ranks", 2, "--model", name)
+  assert status == 0, err
+  assert out.startswith(f"{name}: ")
+  assert f"note: --model {name} says nothing of attention and other layers: they count as 0" in out
 
 
 def test_simulate_refuses_other_files(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 recommend runs/tiny_moe/trace
 recommend runs/trace --device h200 --model Qwen3-235B
+recommend runs/trace --model 2048x1408x60x4      D, F, experts and experts a token
 
 Plans the recorded loads again with more and more slots. Imbalance and copies are what the layer
 would reach; times are predicted from the device's constants.
@@ -15,15 +16,14 @@ from typing import Any
 import numpy as np
 
 from ultraep_jax.advice import recorded_config
-from ultraep_jax.commands.simulate import model_of, over_nodes
+from ultraep_jax.commands.simulate import add_model, model_of, over_nodes
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
 from ultraep_jax.planning.exact import slots_that_suffice
-from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.replay import replay, trace_setting
 from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import positive
-from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.errors import refused
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="the layer in plain JAX, as always for devices that cannot run the kernels",
   )
-  add("--model", choices=sorted(MODELS), help="widths of the layers (as the trace says)")
+  add_model(parser, "as the trace says")
   add("--prefill", action="store_true", help="forward pass alone")
   add(
     "--records",
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
       with_slots = dataclasses.replace(setting, replica_slots=slots)
       rows.append(_row(part, slots, replay(part, with_slots, ("none", "quota (time)", "quota"))))
   except (ValueError, OSError) as error:
-    raise CommandError(str(error)) from None
+    raise refused(error, args, {"device": ("--device",)}) from None
   share = len(np.unique(trace.step_N)) / max(len(trace), 1)
   for row in rows:
     row["saved_ms_a_step"] = row.pop("saved_ms_a_layer") / share

@@ -3,6 +3,7 @@
 simulate --model DeepSeek-V3 --device gb200 --traffic drifting       generated loads
 simulate --trace runs/tiny_moe/trace --device h200                   a recorded run's
 simulate --loads recorded.npy --ranks 64                             or [step, layer, G, E]
+simulate --model 2048x1408x60x4 --ranks 4                            a model of your sizes
 
 Rows and copies are the layer's own for the same loads. Times are predicted from constants of the
 device; --verbose prints each with its source.
@@ -24,12 +25,16 @@ from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import MODELS, ModelShape
 from ultraep_jax.simulate.replay import recorded_shape, replay, tokens_of, trace_setting
 from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
+from ultraep_jax.simulate.shapes import NAMES as MODEL_NAMES
+from ultraep_jax.simulate.shapes import SIZES, model_named
 from ultraep_jax.simulate.text import constants, to_json
 from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
 from ultraep_jax.tables import table
-from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.arguments import factor, natural, nonnegative, positive
+from ultraep_jax.tools.errors import UsageError, refused
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
+from ultraep_jax.workloads import check_sizes, highest_zipf_ratio
 
 _STRATEGIES = ("none", "eplb", "eplb+", "quota", "quota (time)")
 _MOST = 100_000  # steps, layers, runs
@@ -43,14 +48,21 @@ _OF_TRAFFIC: dict[str, Any] = {
   "layers": 2,
   "seeds": 3,
 }
+# The options that what a check names comes from.
+_OPTIONS = {
+  "num_ranks": ("--ranks",),
+  "domain_size": ("--domain",),
+  "replica_slots": ("--slots",),
+  "capacity_factor": ("--capacity-factor",),
+  "sizes": ("--model", "--ranks", "--tokens"),
+  **{name: (f"--{name}",) for name in ("device", "tokens", "target", *_SHAPE)},
+}
 _PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's options."""
-  parser.add_argument(
-    "--model", choices=sorted(MODELS), help=f"its widths (the trace's, else {_MODEL})"
-  )
+  add_model(parser, f"the trace's, else {_MODEL}")
   parser.add_argument(
     "--device", default=_DEVICE, help="its description, by name or file (%(default)s)"
   )
@@ -60,16 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="the layer in plain JAX, as always for devices that cannot run the kernels",
   )
   parser.add_argument(
-    "--ranks", type=int, help="ranks of an expert group (default: as many as fit a domain)"
+    "--ranks",
+    type=positive,
+    help="ranks of an expert group (the loads', or as many as fit a domain)",
   )
-  parser.add_argument("--domain", type=int, help="ranks with fast links (default: the device's)")
-  parser.add_argument("--tokens", type=int, help="tokens of a rank in a microbatch (8192)")
-  parser.add_argument("--slots", type=int, help="replica slots of a rank (2)")
+  parser.add_argument(
+    "--domain", type=positive, help="ranks with fast links (default: the device's)"
+  )
+  parser.add_argument("--tokens", type=positive, help="tokens of a rank in a microbatch (8192)")
+  parser.add_argument("--slots", type=natural, help="replica slots of a rank (2)")
   parser.add_argument("--prefill", action="store_true", help="forward pass alone")
-  parser.add_argument("--capacity-factor", type=float, help="rows of a buffer over tokens * K")
+  parser.add_argument("--capacity-factor", type=factor, help="rows of a buffer over tokens * K")
   parser.add_argument("--traffic", choices=sorted(TRAFFIC), help="generated loads (%(default)s)")
   for name in _SHAPE:
-    parser.add_argument(f"--{name}", type=float, help=f"{name} of the traffic, instead")
+    kind = factor if name == "imbalance" else nonnegative
+    parser.add_argument(f"--{name}", type=kind, help=f"{name} of the traffic, instead")
   recorded = parser.add_mutually_exclusive_group()
   recorded.add_argument(
     "--trace", metavar="DIR", help="a trace's loads instead, and its ranks, experts, slots, target"
@@ -78,29 +95,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--loads", type=pathlib.Path, help="recorded loads, .npy [step, layer, G, E], instead"
   )
   parser.add_argument("--strategies", nargs="+", default=_STRATEGIES)
-  parser.add_argument("--period", type=int, default=20, help="batches between EPLB's placements")
-  parser.add_argument("--target", type=float, help="quota stops at this imbalance (1.01)")
-  parser.add_argument("--steps", type=int, help="microbatches after the first period")
-  parser.add_argument("--layers", type=int, help="layers that are simulated")
-  parser.add_argument("--seeds", type=int, help="independent runs, for the bands")
+  parser.add_argument(
+    "--period", type=positive, default=20, help="batches between EPLB's placements"
+  )
+  parser.add_argument("--target", type=factor, help="quota stops at this imbalance (1.01)")
+  parser.add_argument("--steps", type=positive, help="microbatches after the first period")
+  parser.add_argument("--layers", type=positive, help="layers that are simulated")
+  parser.add_argument("--seeds", type=positive, help="independent runs, for the bands")
   parser.set_defaults(**_OF_TRAFFIC)
   parser.add_argument("--verbose", action="store_true", help="print the device's constants too")
   parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
   parser.add_argument("--out", type=pathlib.Path, help="write the JSON to this file too")
 
 
+def add_model(parser: argparse.ArgumentParser, otherwise: str) -> None:
+  """Adds ``--model``."""
+  parser.add_argument(
+    "--model",
+    type=_model,
+    metavar="NAME",
+    help=f"{', '.join(MODEL_NAMES)}, or sizes as {SIZES} ({otherwise})",
+  )
+
+
+def _model(text: str) -> ModelShape:
+  try:
+    return model_named(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
   check_output(args.out)
+  _check_options(args)
   try:
     trace = None if args.trace is None else read(args.trace)
     loads = None if args.loads is None else read_array(args.loads)
     if loads is not None and loads.ndim not in (3, 4):
       raise ValueError(f"loads: expected [step, layer, G, E] or without G, got {list(loads.shape)}")
     setting, notes = _setting(args, trace, loads)
-    runs = _runs(args, setting, trace, loads)
+    if trace is not None or loads is not None:
+      runs = [_recorded(args, setting, trace, loads)]
+    else:
+      traffic, of_traffic = _traffic(args, setting)
+      notes += of_traffic
+      runs = _generated(args, setting, traffic)
   except (ValueError, TypeError, OSError) as error:
-    raise CommandError(str(error)) from None
+    raise refused(error, args, _OPTIONS) from None
   result = [_summary(name, runs) for name in runs[0]]
   notes += _conclusions(result)
   data = to_json({"device": setting.device, "notes": notes, "strategies": result})
@@ -138,9 +180,9 @@ def _one_node(
 ) -> tuple[Setting, list[str]]:
   """The same, as if all ranks were on a node."""
   device = Device.load(args.device).running(kernels=not args.portable)
-  model, notes = MODELS[args.model or _MODEL], []
+  model = args.model or MODELS[_MODEL]
   given = {
-    "num_ranks": args.ranks,
+    "num_ranks": _ranks(args, trace, loads),
     "domain_size": args.domain,
     "tokens": args.tokens,
     "replica_slots": args.slots,
@@ -151,35 +193,68 @@ def _one_node(
   if trace is not None:
     shape, notes = model_of(trace, args.model)
     return trace_setting(trace, shape, device, **given), notes
-  ranks, domain = args.ranks, int(device["domain_size"])
+  notes, of_device = unknown_parts(model), int(device["domain_size"])
+  if loads is not None and (experts := loads.shape[-1]) not in (0, model.num_experts):
+    raise UsageError(
+      f"--model: expected a model of {experts} experts, as {args.loads} has, got {model.name} of "
+      f"{model.num_experts}; DxFx{experts}xTOP_K takes any sizes"
+    )
+  ranks = given.get("num_ranks")
   if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
-    ranks = max(r for r in range(1, domain + 1) if model.num_experts % r == 0)
-  sizes = {"num_ranks": ranks, "domain_size": min(domain, ranks), **given}
+    ranks = _divisor(model.num_experts, of_device)
+    if loads is not None:
+      notes.append(f"the loads do not say of how many ranks they are: {ranks} assumed (--ranks)")
+  sizes = {"num_ranks": ranks, "domain_size": _divisor(ranks, of_device), **given}
   if loads is not None and "tokens" not in sizes and loads.dtype.kind in "iu":
     per_rank = loads.sum(axis=-1) / (1 if loads.ndim == 4 else ranks)
     sizes["tokens"] = tokens_of(per_rank, model.top_k)
   return Setting(model=model, device=device, **sizes), notes
 
 
-def model_of(trace: Trace, name: str | None) -> tuple[ModelShape, list[str]]:
+def _ranks(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | None) -> int | None:
+  """Those of what is recorded, if it says them, or those given."""
+  if trace is not None:
+    recorded = trace.manifest.num_ranks
+  else:
+    recorded = loads.shape[2] if loads is not None and loads.ndim == 4 else None
+  if None not in (recorded, args.ranks) and recorded != args.ranks:
+    path = args.trace or args.loads
+    raise UsageError(f"--ranks: expected {recorded}, as {path} has, got {args.ranks}")
+  return recorded or args.ranks
+
+
+def _divisor(number: int, most: int) -> int:
+  """The largest divisor up to ``most``."""
+  return max(d for d in range(1, most + 1) if number % d == 0)
+
+
+def model_of(trace: Trace, named: ModelShape | None) -> tuple[ModelShape, list[str]]:
   """The widths that a trace's layers have, or those of the model named; and what is assumed.
 
   Raises:
-    ValueError: neither the trace nor a name says them.
+    UsageError: neither the trace nor a name says them.
   """
-  recorded = recorded_shape(trace)
-  if name is None:
-    if recorded is None:
-      raise ValueError(
-        f"--model: expected one of {', '.join(sorted(MODELS))}, as the trace does not say how wide "
-        'its layers are; got none. Recorder(metadata={"model": {"embed_dim": …, "expert_dim": …, '
-        '"top_k": …}}) records it'
-      )
-    return recorded, ["the trace says nothing of attention and other layers: they count as 0"]
-  model, experts = MODELS[name], trace.manifest.num_experts
-  if model.num_experts == experts:
-    return model, []
-  return model, [f"{name} has {model.num_experts} experts, the trace {experts}: widths are assumed"]
+  model = named or recorded_shape(trace)
+  if model is None:
+    raise UsageError(
+      f"--model: expected one of {', '.join(MODEL_NAMES)}, or sizes as {SIZES}, as the trace does "
+      'not say how wide its layers are; got none. Recorder(metadata={"model": {"embed_dim": …, '
+      '"expert_dim": …, "top_k": …}}) records it'
+    )
+  notes, experts = unknown_parts(model), trace.manifest.num_experts
+  if model.num_experts != experts:
+    notes.append(
+      f"{model.name} has {model.num_experts} experts, the trace {experts}: widths are assumed"
+    )
+  return model, notes
+
+
+def unknown_parts(model: ModelShape) -> list[str]:
+  """The note on what counts as 0, if anything does."""
+  if not model.experts_alone:
+    return []
+  who = "the trace" if model.source == "the trace" else f"--model {model.name}"
+  return [f"{who} says nothing of attention and other layers: they count as 0"]
 
 
 def _conclusions(result: list[dict[str, Any]]) -> list[str]:
@@ -194,35 +269,66 @@ def _conclusions(result: list[dict[str, Any]]) -> list[str]:
   ]
 
 
-def _traffic(args: argparse.Namespace) -> Traffic:
+def _traffic(args: argparse.Namespace, setting: Setting) -> tuple[Traffic, list[str]]:
+  """The loads to generate, and a note if few ranks cannot be as uneven as they are by default."""
   given = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
-  return dataclasses.replace(TRAFFIC[args.traffic], **given)
+  traffic = dataclasses.replace(TRAFFIC[args.traffic], **given)
+  if args.imbalance is not None or traffic.imbalance is None:
+    return traffic, []
+  model = setting.model
+  check_sizes(model.num_experts, setting.num_ranks, setting.tokens, model.top_k)
+  highest = highest_zipf_ratio(model.num_experts, setting.num_ranks, model.top_k)
+  reached = round(1 + 0.9 * (highest - 1), 2)  # what changes from step to step evens loads a little
+  if traffic.imbalance <= reached:
+    return traffic, []
+  note = (
+    f"imbalance {reached:g} (--imbalance): so few ranks cannot reach the {traffic.imbalance:g} of "
+    f"{args.traffic} traffic"
+  )
+  return dataclasses.replace(traffic, imbalance=reached), [note]
 
 
-def _runs(
-  args: argparse.Namespace, setting: Setting, trace: Trace | None, loads: np.ndarray | None
-) -> list[dict[str, Outcome]]:
+def _check_options(args: argparse.Namespace) -> None:
+  """Refuses what ``argparse`` does not.
+
+  Raises:
+    UsageError: there is something.
+  """
   for name in ("seeds", "steps", "layers", "period"):
-    value = getattr(args, name)
-    if not 1 <= value <= _MOST:
-      raise ValueError(f"{name}: expected at least 1 and at most {_MOST}, got {value}")
-  strategies = list(dict.fromkeys([*args.strategies, "ideal"]))
-  unknown = [name for name in strategies if name not in NAMES]
+    if getattr(args, name) > _MOST:
+      raise UsageError(f"--{name}: expected at most {_MOST}, got {getattr(args, name)}")
+  unknown = [name for name in args.strategies if name not in NAMES]
   if unknown:
-    raise ValueError(f"strategies: expected some of {NAMES}, got {unknown}")
-  options: dict[str, Any] = {"period": args.period}
-  if args.target is not None or trace is None:
-    options["target"] = 1.01 if args.target is None else args.target
-  bar = functools.partial(progress, what="simulate", unit="step")
+    raise UsageError(f"--strategies: expected some of {', '.join(NAMES)}, got {unknown[0]!r}")
+
+
+def _strategies(args: argparse.Namespace) -> list[str]:
+  return list(dict.fromkeys([*args.strategies, "ideal"]))
+
+
+_bar = functools.partial(progress, what="simulate", unit="step")
+
+
+def _recorded(
+  args: argparse.Namespace, setting: Setting, trace: Trace | None, loads: np.ndarray | None
+) -> dict[str, Outcome]:
   if trace is not None:
-    return [replay(trace, setting, strategies, progress=bar, **options)]
-  if loads is not None:
-    return [simulate(bar(loads), setting, strategies, **options)]
-  runs = []
+    of_trace = {} if args.target is None else {"target": args.target}
+    options = {"period": args.period, **of_trace}
+    return replay(trace, setting, _strategies(args), progress=_bar, **options)
+  assert loads is not None
+  target = 1.01 if args.target is None else args.target
+  return simulate(_bar(loads), setting, _strategies(args), target=target, period=args.period)
+
+
+def _generated(
+  args: argparse.Namespace, setting: Setting, traffic: Traffic
+) -> list[dict[str, Outcome]]:
+  target, runs = 1.01 if args.target is None else args.target, []
   for seed in range(args.seeds):
     made = generate_loads(
       seed,
-      _traffic(args),
+      traffic,
       num_experts=setting.model.num_experts,
       num_ranks=setting.num_ranks,
       tokens=setting.tokens,
@@ -230,7 +336,7 @@ def _runs(
       steps=args.period + args.steps,
       layers=args.layers,
     )
-    outcomes = simulate(bar(made), setting, strategies, **options)
+    outcomes = simulate(_bar(made), setting, _strategies(args), target=target, period=args.period)
     runs.append({name: outcome.after(args.period) for name, outcome in outcomes.items()})
   return runs
 

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-  """A decoder with MoE layers.
+  """A decoder with MoE layers; what is 0 by default is not known, or not there.
 
   Attributes:
     name: for tables.
@@ -30,13 +30,18 @@ class ModelShape:
   expert_dim: int
   num_experts: int
   top_k: int
-  attention_params: int
-  context_dim: int
-  shared_dim: int
-  dense_layers: int
-  dense_dim: int
-  vocabulary: int
+  attention_params: int = 0
+  context_dim: int = 0
+  shared_dim: int = 0
+  dense_layers: int = 0
+  dense_dim: int = 0
+  vocabulary: int = 0
   source: str
+
+  @property
+  def experts_alone(self) -> bool:
+    """Nothing is known outside the routed experts: attention and other layers count as 0."""
+    return not self.attention_params
 
   @property
   def expert_params(self) -> int:

@@ -113,12 +113,6 @@ def recorded_shape(trace: Trace) -> ModelShape | None:
     expert_dim=expert_dim,
     num_experts=trace.manifest.num_experts,
     top_k=top_k,
-    attention_params=0,
-    context_dim=0,
-    shared_dim=0,
-    dense_layers=0,
-    dense_dim=0,
-    vocabulary=0,
     source="the trace",
   )
 

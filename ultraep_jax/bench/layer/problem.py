@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jax.typing import DTypeLike
 from ultraep_jax import testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.simulate import published, traffic
+from ultraep_jax.simulate.shapes import SHAPES as SHAPES
+from ultraep_jax.simulate.shapes import Shape as Shape
+from ultraep_jax.simulate.shapes import shape_of as shape_of
 from ultraep_jax.strategies import eplb
 from ultraep_jax.tools import processes
 from ultraep_jax.types import Array, ExpertWeights
@@ -25,53 +28,8 @@ DATA, AXIS = "data", "expert"
 LOADS = ("zipf", "flat", "drifting")
 
 
-class Shape(NamedTuple):
-  """Sizes of an expert layer: hidden width, inner width, experts chosen per token, experts."""
-
-  width: int
-  inner: int
-  top_k: int
-  experts: int
-
-  def narrowed(self, scale: int) -> "Shape":
-    """The same with widths divided, to try things on a CPU."""
-    return self._replace(width=self.width // scale, inner=self.inner // scale)
-
-
-SHAPES = {
-  "qwen3-235b": Shape(4096, 1536, 8, 128),
-  "glm4.5-106b": Shape(4096, 1408, 8, 128),
-  "deepseek-v3": Shape(7168, 2048, 8, 256),
-  "qwen3-30b": Shape(2048, 768, 8, 128),
-  "gpt-oss-120b": Shape(2880, 2880, 4, 128),
-  "mixtral-8x7b": Shape(4096, 14336, 2, 8),
-  "olmoe": Shape(2048, 1024, 8, 64),
-  "qwen3-next": Shape(2048, 512, 10, 512),
-  "kimi-k2": Shape(7168, 2048, 8, 384),
-  "minimax-m2": Shape(3072, 1536, 8, 256),
-  "phi3.5-moe": Shape(4096, 6400, 2, 16),
-  "deepseek-v2-lite": Shape(2048, 1408, 6, 64),
-}
 LARGE = ("qwen3-235b", "glm4.5-106b", "deepseek-v3")
 TUNED = (*LARGE, "qwen3-30b")
-
-
-def shape_of(name: str) -> Shape:
-  """One of ``SHAPES``, or sizes as D x F x experts x experts a token.
-
-  Raises:
-    ValueError: it is neither.
-
-  >>> shape_of("2048x1408x60x4")
-  Shape(width=2048, inner=1408, top_k=4, experts=60)
-  """
-  if name in SHAPES:
-    return SHAPES[name]
-  sizes = [int(size) if size.isdecimal() else 0 for size in name.split("x")]
-  if len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
-    raise ValueError(f"expected one of {', '.join(SHAPES)}, or DxFxEXPERTSxTOP_K, got {name!r}")
-  width, inner, experts, top_k = sizes
-  return Shape(width, inner, top_k, experts)
 
 
 def scaled(name: str, args: argparse.Namespace) -> Shape:
