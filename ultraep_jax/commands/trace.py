@@ -11,11 +11,11 @@ from typing import Any
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.tables import table
-from ultraep_jax.tools.arguments import byte_count, natural, positive
+from ultraep_jax.tools.arguments import natural, natural_to, positive
 from ultraep_jax.tools.errors import refused
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.format import TraceError
-from ultraep_jax.trace.megatron import import_megatron
+from ultraep_jax.trace.megatron import MOST_EXPERT_BYTES, import_megatron
 from ultraep_jax.trace.reader import Trace, read
 from ultraep_jax.trace.summary import PERCENTILES, in_words, summarise
 
@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   bring.add_argument("--slots", type=natural, default=2, help="replica slots a rank (%(default)s)")
   bring.add_argument("--domain", type=positive, help="ranks of a domain of fast links (all)")
   bring.add_argument(
-    "--expert-bytes", type=byte_count, default=0, help="bytes of an expert's weights, if known"
+    "--expert-bytes",
+    type=natural_to(MOST_EXPERT_BYTES),
+    default=0,
+    help="bytes of an expert's weights, if known",
   )
   for action in (show, bring):
     action.add_argument("--json", action="store_true", help="print JSON")

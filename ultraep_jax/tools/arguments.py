@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from typing import Literal
 
 _MOST = 2**31 - 1
@@ -22,9 +23,9 @@ def port(text: str) -> int:
   return _integer(text, 0, 2**16 - 1)
 
 
-def byte_count(text: str) -> int:
-  """An integer of at least 0, which 64 bits hold."""
-  return _integer(text, 0, 2**63 - 1)
+def natural_to(most: int) -> Callable[[str], int]:
+  """An integer from 0 to ``most``, for ``type``."""
+  return lambda text: _integer(text, 0, most)
 
 
 def slot_count(text: str) -> int | Literal["auto"]:

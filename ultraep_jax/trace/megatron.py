@@ -41,7 +41,7 @@ from ultraep_jax.trace.reader import Trace, read
 
 _FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
 _PER_CHUNK = 256
-_MOST_EXPERT_BYTES = 2**40  # a terabyte: a record of 2**22 copies is below 2**63 bytes
+MOST_EXPERT_BYTES = 2**40  # a terabyte: a record of 2**22 copies is below 2**63 bytes
 
 
 class _Choice(NamedTuple):
@@ -114,7 +114,7 @@ def import_megatron(
   if config.strategy != "quota":
     raise ValueError(f'config: expected strategy="quota", got {config.strategy!r}')
   check_int("num_experts", num_experts, minimum=1)
-  check_int("expert_bytes", expert_bytes, minimum=0, maximum=_MOST_EXPERT_BYTES)
+  check_int("expert_bytes", expert_bytes, minimum=0, maximum=MOST_EXPERT_BYTES)
   _check_new(folder)
   by_rank = _rank_files(source)
   num_ranks = len(by_rank) if num_ranks is None else num_ranks
