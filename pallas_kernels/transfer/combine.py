@@ -197,7 +197,7 @@ def _kernel(
 
     def weigh(k: Array, row: Array, piece: Any) -> Array:
       row_D = rows_ref[row, piece].astype(jnp.float32)
-      return row_D * all_gates[slot, token * deal.columns + k] if weighted else row_D
+      return row_D * entry_of(all_gates, token, k) if weighted else row_D
 
     zeros = [jnp.zeros(piece.size, jnp.float32) for piece in pieces]
     return added(all_lines, token, pieces, zeros, weigh)

@@ -54,8 +54,7 @@ def gather(value_N: Array, *, axis_name: AxisName) -> Array:
     return lax.all_gather(value_N, axis_name, to="invarying")
   padded_L = jnp.pad(value_N, (0, -length % _UNIT))
   typed = jax.typeof(padded_L)
-  axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-  varying = typed.manual_axis_type.varying - set(axes)
+  varying = typed.manual_axis_type.varying - set(peers.axes_of(axis_name))
   (value_GL,) = launch(
     functools.partial(_kernel, axis_name=axis_name),
     [padded_L],

@@ -23,7 +23,7 @@ def rank(axis_name: AxisName) -> Array:
   """This rank along the axis."""
   if not are_any(axis_name):
     return jnp.int32(0)
-  first, *others = _axes(axis_name)
+  first, *others = axes_of(axis_name)
   index = lax.axis_index(first)
   for axis in others:
     index = index * lax.axis_size(axis) + lax.axis_index(axis)
@@ -46,7 +46,7 @@ def signal(semaphore: Any, rank: Array, axis_name: AxisName) -> None:
 
 def _device(rank: Array, axis_name: AxisName) -> dict[str, Array]:
   """The position of a rank on the axes."""
-  first, *others = _axes(axis_name)
+  first, *others = axes_of(axis_name)
   position = {}
   for axis in reversed(others):
     position[axis] = lax.rem(rank, jnp.int32(lax.axis_size(axis)))
@@ -54,5 +54,6 @@ def _device(rank: Array, axis_name: AxisName) -> dict[str, Array]:
   return {first: rank, **position}
 
 
-def _axes(axis_name: AxisName) -> tuple[str, ...]:
+def axes_of(axis_name: AxisName) -> tuple[str, ...]:
+  """The mesh axes that an axis is made of."""
   return (axis_name,) if isinstance(axis_name, str) else axis_name

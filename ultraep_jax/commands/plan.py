@@ -27,7 +27,7 @@ from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.cost import cost_on
 from ultraep_jax.planning.relay import depth, egress_per_rank, transfer_tree
 from ultraep_jax.tables import table
-from ultraep_jax.tools.arguments import factor, natural, positive
+from ultraep_jax.tools.arguments import factor, largest_divisor, natural, positive
 from ultraep_jax.tools.errors import UsageError, refused
 from ultraep_jax.types import ExpertWeights, Plan, PlanCost
 from ultraep_jax.workloads import check_sizes, highest_flat_ratio, highest_zipf_ratio
@@ -170,7 +170,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int, int, int]:
   """Experts, ranks, tokens and experts a token; those that are not given fit those that are."""
   ranks, experts = args.ranks, args.experts
   if ranks is None:
-    ranks = max(r for r in range(1, _RANKS + 1) if (experts or _EXPERTS) % r == 0)
+    ranks = largest_divisor(experts or _EXPERTS, _RANKS)
   if experts is None:
     experts = -(-_EXPERTS // ranks) * ranks
   top_k = min(_TOP_K, experts) if args.top_k is None else args.top_k

@@ -30,7 +30,7 @@ from ultraep_jax.simulate.shapes import SIZES, model_named
 from ultraep_jax.simulate.text import constants, to_json
 from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
 from ultraep_jax.tables import table
-from ultraep_jax.tools.arguments import factor, natural, nonnegative, positive
+from ultraep_jax.tools.arguments import factor, largest_divisor, natural, nonnegative, positive
 from ultraep_jax.tools.errors import UsageError, refused
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
@@ -201,10 +201,10 @@ def _one_node(
     )
   ranks = given.get("num_ranks")
   if ranks is None:  # the most ranks of a domain that the experts can be dealt out to
-    ranks = _divisor(model.num_experts, of_device)
+    ranks = largest_divisor(model.num_experts, of_device)
     if loads is not None:
       notes.append(f"the loads do not say of how many ranks they are: {ranks} assumed (--ranks)")
-  sizes = {"num_ranks": ranks, "domain_size": _divisor(ranks, of_device), **given}
+  sizes = {"num_ranks": ranks, "domain_size": largest_divisor(ranks, of_device), **given}
   if loads is not None and "tokens" not in sizes and loads.dtype.kind in "iu":
     per_rank = loads.sum(axis=-1) / (1 if loads.ndim == 4 else ranks)
     sizes["tokens"] = tokens_of(per_rank, model.top_k)
@@ -221,11 +221,6 @@ def _ranks(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | No
     path = args.trace or args.loads
     raise UsageError(f"--ranks: expected {recorded}, as {path} has, got {args.ranks}")
   return recorded or args.ranks
-
-
-def _divisor(number: int, most: int) -> int:
-  """The largest divisor up to ``most``."""
-  return max(d for d in range(1, most + 1) if number % d == 0)
 
 
 def model_of(trace: Trace, named: ModelShape | None) -> tuple[ModelShape, list[str]]:

@@ -48,6 +48,15 @@ def factor(text: str) -> float:
   return _number(text, 1.0, "of at least 1")
 
 
+def largest_divisor(number: int, most: int) -> int:
+  """Of a number, up to ``most``, for defaults; that of kernels would load Mosaic.
+
+  >>> largest_divisor(45, 8), largest_divisor(7, 6)
+  (5, 1)
+  """
+  return max(d for d in range(1, most + 1) if number % d == 0)
+
+
 def _integer(text: str, least: int, most: int = _MOST) -> int:
   try:
     value = int(text)

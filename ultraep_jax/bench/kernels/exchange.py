@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import ExchangeTuning, combine, dispatch, dispatch_scaled
+from pallas_kernels import UNTUNED, ExchangeTuning, combine, dispatch, dispatch_scaled
 from ultraep_jax.bench import timing
 from ultraep_jax.bench.kernels.transfers import open_mesh
 from ultraep_jax.config import DispatchDtype
@@ -24,7 +25,8 @@ from ultraep_jax.tables import table
 from ultraep_jax.tools import processes
 from ultraep_jax.tools.arguments import natural, positive
 from ultraep_jax.tools.errors import described
-from ultraep_jax.transport import block_exchange, push_exchange, wire
+from ultraep_jax.transport import block_exchange, exchange, wire
+from ultraep_jax.transport.exchange import Sent
 from ultraep_jax.types import Array, Routes
 
 AXIS = "expert"
@@ -95,31 +97,30 @@ def on_mesh(mesh: jax.sharding.Mesh, function: Callable[..., Any]) -> Callable[.
   )
 
 
-def send_by_kernels(
+def send(
+  kind: Any,
   x_TD: Array,
   gate_TK: Array,
   dest_TK: Array,
   row_TK: Array,
   capacity: int,
   dispatch_dtype: DispatchDtype | None,
-) -> Any:
+) -> Sent:
+  """By kernels, or by blocks as ``exchange.send`` does where these hold fewer tokens than all."""
+  if kind is block_exchange:
+    crossing = blocks(dest_TK, row_TK, capacity)
+    gate_C = crossing.spread(gate_TK)
+    return Sent(crossing.dispatch(x_TD, dispatch_dtype), gate_C, gate_C, crossing)
   routes = Routes(dest_TK, row_TK, jnp.zeros(1, jnp.int32))
-  arguments = x_TD, gate_TK, routes, 0, capacity, AXIS
-  rows_CD, gate_GTK, crossing = push_exchange.send(*arguments, dispatch_dtype=dispatch_dtype)
-  return rows_CD, gate_GTK, crossing.at_rows(gate_GTK), crossing
-
-
-def send_by_blocks(
-  x_TD: Array,
-  gate_TK: Array,
-  dest_TK: Array,
-  row_TK: Array,
-  capacity: int,
-  dispatch_dtype: DispatchDtype | None,
-) -> Any:
-  crossing = blocks(dest_TK, row_TK, capacity)
-  gate_C = crossing.spread(gate_TK)
-  return crossing.dispatch(x_TD, dispatch_dtype), gate_C, gate_C, crossing
+  return exchange.send(
+    *(x_TD, gate_TK, routes, 0, capacity, AXIS),
+    dispatch_dtype=dispatch_dtype,
+    node_ranks=lax.axis_size(AXIS),
+    implementations=("mosaic_gpu",),
+    placing=("portable",),
+    tunings=UNTUNED,
+    count=None,
+  )
 
 
 def blocks(dest_TK: Array, row_TK: Array, capacity: int) -> block_exchange.BlockCrossing:
@@ -140,7 +141,7 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
     gate = rng.uniform(0.5, 1, dest.shape).astype(np.float32)
 
     def both(
-      send: Callable[..., Any],
+      kind: Any,
       summed: Any,
       dest_TK: Array,
       row_TK: Array,
@@ -149,7 +150,7 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
       capacity: int = capacity,
     ) -> Any:
       arguments = x_TD, gate_TK, dest_TK, row_TK, capacity, dispatch_dtype
-      rows_CD, gates, gate_C, cross = send(*arguments)
+      rows_CD, gates, gate_C, cross = send(kind, *arguments)
       used_C1 = (gate_C > 0)[:, None]  # others may hold anything
       rows_CD = jnp.where(used_C1, rows_CD, 0)
       again_CD = jnp.where(used_C1, cross.dispatch(x_TD), 0)
@@ -159,8 +160,8 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
       return rows_CD, again_CD, gate_C, value_TK, y_TD, sums_TD
 
     args = processes.put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))
-    by_kernels = functools.partial(both, send_by_kernels, dtype)
-    by_blocks = functools.partial(both, send_by_blocks, jnp.float32)
+    by_kernels = functools.partial(both, exchange, dtype)
+    by_blocks = functools.partial(both, block_exchange, jnp.float32)
     got, want = (processes.gather(on_mesh(mesh, run)(*args)) for run in (by_kernels, by_blocks))
     parts = "rows", "again", "gates", "value", "y", "sum"
     for part, a, b in zip(parts, got, want, strict=True):
