@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     why_unreachable,
     why_unsupported,
   )
-  from pallas_kernels.transfer.combine import check_sizes, combine
+  from pallas_kernels.transfer.combine import check_sizes, combine, combine_values
   from pallas_kernels.transfer.dispatch import Dispatched, dispatch, dispatch_scaled
   from pallas_kernels.transfer.gather import gather
   from pallas_kernels.transfer.inbox import bounded_inbox
@@ -83,6 +83,7 @@ __all__ = [
   "check_sizes",
   "choose_tile",
   "combine",
+  "combine_values",
   "combining",
   "device",
   "dispatch",
@@ -148,7 +149,7 @@ _MODULES = {
     "why_unreachable",
     "why_unsupported",
   ),
-  "transfer.combine": ("check_sizes", "combine"),
+  "transfer.combine": ("check_sizes", "combine", "combine_values"),
   "transfer.dispatch": ("Dispatched", "dispatch", "dispatch_scaled"),
   "transfer.gather": ("gather",),
   "transfer.inbox": ("bounded_inbox",),

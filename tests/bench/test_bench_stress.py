@@ -106,7 +106,7 @@ def flip(array):
 
 
 def planted(name, part="arrays"):
-  """Operations of which one is wrong in one element, of its last array if there are several."""
+  """Operations of which one is wrong in one element: of its last array, or of each of a tuple."""
   good = PORTABLE[0]
 
   def wrong(*args):
@@ -119,21 +119,24 @@ def planted(name, part="arrays"):
 
 
 def wrong_in(result):
+  if isinstance(result, tuple):
+    return tuple(map(flip, result))
   return [*result[:-1], flip(result[-1])] if isinstance(result, list) else flip(result)
 
 
 @pytest.mark.parametrize(
-  "name, count, first",
+  "name, operation, count, first",
   [  # of 16 repetitions
-    ("replicate", None, "1 (all slots)"),
-    ("reduce_replicas", 32, "0 (empty)"),  # of both dtypes
-    ("dispatch", None, "2 (all to the last rank)"),
-    ("combine", 32, "0 (all masked)"),  # both of its results
+    ("replicate", "replicate", None, "1 (all slots)"),
+    ("reduce_replicas", "reduce_replicas", 32, "0 (empty)"),  # of both dtypes
+    ("dispatch", "dispatch", None, "2 (all to the last rank)"),
+    ("combine", "combine", 16, "0 (all masked)"),
+    ("combine", "combine_values", 32, "0 (all masked)"),  # sums and numbers
   ],
 )
-def test_one_wrong_bit_is_found(name, count, first):
+def test_one_wrong_bit_is_found(name, operation, count, first):
   """Of slots and rows only where they are used."""
-  (text,) = transfers.stress(name, [PORTABLE[0], planted(name)], problem(ranks=2), 16)
+  (text,) = transfers.stress(name, [PORTABLE[0], planted(operation)], problem(ranks=2), 16)
   assert f"repetitions, on ranks [1], first in repetition {first}" in text
   found = int(text.split()[0])
   assert found == count if count else 4 < found < 16
@@ -283,4 +286,4 @@ def test_wrong_elements_are_an_error(capsys, monkeypatch):
   arguments = "--implementation portable --parts replicate combine --scale 64 --repetitions 2"
   assert stress.main(arguments.split()) == 1
   text = capsys.readouterr().out
-  assert "replicate: correct" in text and "\nWRONG: combine: 4 wrong elements in 2 of 2" in text
+  assert "replicate: correct" in text and "\nWRONG: combine: 2 wrong elements in 2 of 2" in text

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mosaic_interpret import interpreted
 
-from pallas_kernels.transfer.combine import combine
+from pallas_kernels.transfer.combine import combine, combine_values
 from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
 from pallas_kernels.transfer.tuning import ExchangeTuning
 
@@ -106,6 +106,11 @@ def combine_unweighted_here(rows_CD, dest_TK, received_GTK, tuning):
   return combine_here(rows_CD, None, dest_TK, received_GTK, tuning)
 
 
+def combine_values_here(rows_CD, value_C, dest_TK, received_GTK, tuning=TUNING):
+  arguments = rows_CD, value_C, dest_TK, received_GTK
+  return combine_values(*arguments, axis_name="expert", tuning=tuning)
+
+
 # --- interpreted -----------------------------------------------------------------------------
 
 
@@ -197,16 +202,40 @@ def test_combine_of_rows_with_fewer_values_than_threads(problem):
   check_combine(problem, weighted=True, width=64, tuning=TUNING)
 
 
-def check_combine(problem, weighted, width, tuning):
-  rng, axes, dest, row, capacity = problem
+@pytest.mark.parametrize("problem", CASES, indirect=True)
+def test_combine_values_brings_a_number_of_each_row(problem):
+  """The sums are those of ``combine``."""
+  rng, axes, dest, row, _ = problem
+  rows, received = rows_for(problem, 320)
+  value = rng.normal(size=rows.shape[:3]).astype(np.float32)
+  value[np.isnan(rows[..., 0].astype(np.float32))] = np.nan  # rows that feed no token
+  with interpreted():
+    y, back = map(np.asarray, program(axes, combine_values_here, 4)(rows, value, dest, received))
+    alone = program(axes, combine_unweighted_here, 3, tuning=TUNING)(rows, dest, received)
+  np.testing.assert_array_equal(y, alone)
+  expected = np.zeros(dest.shape, np.float32)
+  for at in np.ndindex(dest.shape):
+    if dest[at] >= 0:
+      expected[at] = value[at[0], dest[at], row[at]]
+  np.testing.assert_array_equal(back, expected)
+
+
+def rows_for(problem, width):
+  """Rows of small integers, NaN where they feed no token, and who receives what."""
+  rng, _, dest, row, capacity = problem
   num_groups, ranks = dest.shape[:2]
   rows = rng.integers(-8, 9, size=(num_groups, ranks, capacity, width)).astype(jnp.bfloat16)
-  gate = rng.integers(1, 5, size=dest.shape).astype(np.float32) / 4
   received = received_by_group(dest, row)
-  for group in range(num_groups):
-    for rank in range(ranks):  # a row that feeds no token may hold anything
-      used = received[group, rank][received[group, rank] >= 0]
-      rows[group, rank, np.setdiff1d(np.arange(capacity), used)] = np.nan
+  for group, rank in np.ndindex(num_groups, ranks):
+    used = received[group, rank][received[group, rank] >= 0]
+    rows[group, rank, np.setdiff1d(np.arange(capacity), used)] = np.nan
+  return rows, received
+
+
+def check_combine(problem, weighted, width, tuning):
+  rng, axes, dest, row, _ = problem
+  rows, received = rows_for(problem, width)
+  gate = rng.integers(1, 5, size=dest.shape).astype(np.float32) / 4
   every_gate = np.broadcast_to(gate[:, None], received.shape)
 
   if weighted:
@@ -253,6 +282,7 @@ def test_lowers_for_gpus(axes, check_vma, tokens, top_k, width, dtype):
   there = functools.partial(dispatch_here, capacity=capacity, tuning=None)
   scaled = functools.partial(scaled_here, capacity=capacity, dtype=dtype, tuning=None)
   back = functools.partial(combine_here, tuning=None)
+  values_back = functools.partial(combine_values_here, tuning=None)
   for function, arguments in (
     (there, (tk, tk, gate, shape(tokens, width, dtype=dtype), shape(tokens, 64, dtype="float32"))),
     (
@@ -263,6 +293,10 @@ def test_lowers_for_gpus(axes, check_vma, tokens, top_k, width, dtype):
       ),
     ),
     (back, (shape(capacity, width, dtype=dtype), gates, tk, gtk)),
+    (
+      values_back,
+      (shape(capacity, width, dtype=dtype), shape(capacity, dtype="float32"), tk, gtk),
+    ),
   ):
     traced = sharded(axes, function, len(arguments), check_vma).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -352,6 +386,13 @@ def test_combine_says_what_is_wrong(kind, message, changed):
   }
   with pytest.raises(kind, match=message):
     sharded(ONE_AXIS, combine_here, 4)(*(good | changed).values())
+
+
+@pytest.mark.parametrize("value", [zeros(8), zeros(7, dtype=jnp.float32)])
+def test_combine_values_says_what_is_wrong(value):
+  arguments = zeros(8, 128, dtype=jnp.bfloat16), value, zeros(3, 2), zeros(4, 3, 2)
+  with pytest.raises(ValueError, match=r"value_C: expected float32 \(8,\)"):
+    sharded(ONE_AXIS, combine_values_here, 4)(*arguments)
 
 
 def test_combine_needs_tiles_of_a_value_a_thread():

@@ -9,7 +9,7 @@ from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.sharding import PartitionSpec as P
 from programs import count_reaching
 
-from pallas_kernels.transfer.combine import combine
+from pallas_kernels.transfer.combine import combine, combine_values
 from pallas_kernels.transfer.dispatch import dispatch, dispatch_scaled
 from pallas_kernels.transfer.reduce_replicas import reduce_replicas
 from pallas_kernels.transfer.replicate import replicate
@@ -44,6 +44,10 @@ def alone(name):
       along(combine, axis_name="expert"),
       [((CAPACITY, WIDTH), "bfloat16"), (received[0], "float32"), dest, received],
     ),
+    "combine_values": (
+      along(combine_values, axis_name="expert"),
+      [((CAPACITY, WIDTH), "bfloat16"), ((CAPACITY,), "float32"), dest, received],
+    ),
     "replicate": (
       lambda home, *plan: along(replicate, axis_name="expert")([home], *plan),
       [((2, 64), "float32"), *placed],
@@ -57,7 +61,8 @@ def alone(name):
 
 @pytest.mark.parametrize("sizes", [((1, "expert"),), ((2, "data"), (1, "expert"))])
 @pytest.mark.parametrize(
-  "name", ["dispatch", "dispatch_scaled", "combine", "replicate", "reduce_replicas"]
+  "name",
+  ["dispatch", "dispatch_scaled", "combine", "combine_values", "replicate", "reduce_replicas"],
 )
 def test_a_rank_without_peers_asks_for_none(name, sizes, one_gpu):
   function, arguments = alone(name)

@@ -146,12 +146,10 @@ def _backward(
       tunings=static.tunings,
     )
     rows_grad_CD = ordered(static, routing, grads.rows_CD, *jax.tree.leaves(grads.home))
-    x_grad_TD = this.crossing.combine(rows_grad_CD, None)
-    # Else XLA runs the collective of the gates beside matmuls, whose last blocks then wait for the
-    # SMs that it holds while it waits for other ranks.
-    gate_C, x_grad_TD, home = lax.optimization_barrier((grads.gate_C, x_grad_TD, grads.home))
-    gate_grad_TK = this.crossing.collect(ordered(static, routing, gate_C, x_grad_TD))
-    return _Grads(x_grad_TD, gate_grad_TK, home), grads.copies
+    back = exchange.combine_values(
+      this.crossing, rows_grad_CD, grads.gate_C, grads.home, _count(static, routing)
+    )
+    return _Grads(*back), grads.copies
 
   total, copies = round_grads(0, first, replicas)
   replicas = dataclasses.replace(replicas, known=copies)

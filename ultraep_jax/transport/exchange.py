@@ -7,7 +7,7 @@ write into other GPUs' memory (``push_exchange``), or collectives: equal blocks 
 or once to each node first, where that costs fewer bytes (``node_exchange``).
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax import lax
 
@@ -52,12 +52,13 @@ class Crossing(Protocol):
     """
     ...
 
-  def collect(self, value_C: Array) -> Array:
-    """Brings one number per row back to its assignment, such as the gradient of its gate.
 
-    Returns:
-      ``[T, K]``, zero where the assignment is not of this round.
-    """
+@runtime_checkable
+class Collecting(Crossing, Protocol):
+  """A crossing by collectives, which numbers cross by themselves."""
+
+  def collect(self, value_C: Array) -> Array:
+    """Brings a number of each row to its assignment, as ``combine_values`` does."""
     ...
 
 
@@ -139,3 +140,30 @@ def send(
 
   candidates = {"mosaic_gpu": by_kernels, "portable": by_collectives}
   return first_that_can(implementations, candidates)
+
+
+def combine_values[T](
+  crossing: Crossing, rows_CD: Array, value_C: Array, made: T, count: Array | None
+) -> tuple[Array, Array, T]:
+  """``Crossing.combine`` without gates, and a number of each row back at its assignment.
+
+  Args:
+    crossing: of all ranks.
+    rows_CD: as for ``Crossing.combine``.
+    value_C: float32, such as the gradients of gates.
+    made: arrays that matmuls make. A collective of the numbers comes after them: else XLA runs it
+      beside the matmuls, whose last blocks then wait for the SMs that it holds while it waits for
+      other ranks.
+    count: as for ``send``.
+
+  Returns:
+    The sums ``[T, D]``; the numbers ``[T, K]``, zero where an assignment is not of this round;
+    what was made.
+  """
+  if isinstance(crossing, push_exchange.PushCrossing):
+    return *crossing.combine_values(rows_CD, value_C), made
+  assert isinstance(crossing, Collecting)
+  y_TD = crossing.combine(rows_CD, None)
+  value_C, y_TD, made = lax.optimization_barrier((value_C, y_TD, made))
+  value_C = value_C if count is None else after(value_C, count, y_TD)
+  return y_TD, crossing.collect(value_C), made

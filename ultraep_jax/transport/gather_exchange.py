@@ -77,6 +77,13 @@ class GatherCrossing(received.ToldCrossing):
       y_TD += jnp.where(leads_TK[:, k, None], part_TD, 0)
     return y_TD.astype(rows_CD.dtype)
 
+  @jax.named_scope("uep.combine")
+  def collect(self, value_C: Array) -> Array:
+    """Every assignment has one row: the sum over ranks is its number."""
+    value_GTK = value_C[jnp.maximum(self.received_GTK, 0)]
+    value_GTK = jnp.where(self.received_GTK >= 0, value_GTK, 0)
+    return lax.psum_scatter(value_GTK, self.axis_name)
+
   def _combine_two(self, rows_CD: Array, gate_C: Array | None) -> Array:
     """``combine`` of two ranks: the rank's own sums are made while the other's cross."""
     rank = lax.axis_index(self.axis_name)

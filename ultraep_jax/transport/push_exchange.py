@@ -48,6 +48,18 @@ class PushCrossing(received.ToldCrossing):
       tuning=_tuning(self.tunings, "combine", rows_CD),
     )
 
+  @jax.named_scope("uep.combine")
+  def combine_values(self, rows_CD: Array, value_C: Array) -> tuple[Array, Array]:
+    """The same without gates, and a number of each row at its assignment, by one kernel."""
+    return kernels.combine_values(
+      rows_CD,
+      value_C,
+      self.dest_TK,
+      self.received_GTK,
+      axis_name=self.axis_name,
+      tuning=_tuning(self.tunings, "combine", rows_CD),
+    )
+
 
 @jax.named_scope("uep.dispatch")
 def send(

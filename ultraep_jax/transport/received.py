@@ -49,10 +49,3 @@ class ToldCrossing:
     row_GTK = jnp.where(self.received_GTK < 0, self.capacity, self.received_GTK)
     value_C = jnp.zeros(self.capacity, value_GTK.dtype)
     return value_C.at[row_GTK].set(value_GTK, mode="drop")
-
-  @jax.named_scope("uep.combine")
-  def collect(self, value_C: Array) -> Array:
-    """Every assignment has one row: the sum over ranks is its number."""
-    value_GTK = value_C[jnp.maximum(self.received_GTK, 0)]
-    value_GTK = jnp.where(self.received_GTK >= 0, value_GTK, 0)
-    return lax.psum_scatter(value_GTK, self.axis_name)

@@ -120,6 +120,11 @@ def _combine(rows: Array, gate: Array, dest: Array, row: Array) -> Array:
   return kernels.combine(rows, gates, dest, received, axis_name=AXIS)
 
 
+def _combine_values(rows: Array, value: Array, dest: Array, row: Array) -> tuple[Array, Array]:
+  received = jax.lax.all_gather(row, AXIS)
+  return kernels.combine_values(rows, value, dest, received, axis_name=AXIS)
+
+
 def _gated(rows: Array, up: Array, replica_up: Array, sizes: Array) -> list[Array]:
   home, replica = (kernels.Projections((each, each)) for each in (up, replica_up))
   gated = kernels.gated_matmul(rows, home, replica, sizes, swiglu, keep_hidden=True)
@@ -193,6 +198,7 @@ _PROGRAMS: Mapping[str, _OnMesh] = {
   "dispatch": _on_ranks(_dispatch, _TOKENS, _CHOICES, _CHOICES),
   "dispatch fp8": _on_ranks(_dispatch_scaled, _BYTES, _SCALES, _CHOICES, _CHOICES),
   "combine": _on_ranks(_combine, _ROWS, _GATES, _CHOICES, _CHOICES),
+  "combine values": _on_ranks(_combine_values, _ROWS, _ROW_GATES, _CHOICES, _CHOICES),
   "matmul": _on_ranks(kernels.grouped_matmul, _ROWS, _UP, _REPLICA_UP, _SIZES),
   "matmul gated": _on_ranks(_gated, _ROWS, _UP, _REPLICA_UP, _SIZES),
   "gated gradients": _on_ranks(_gated_grads, _BOTH, _INNER, _ROW_GATES, _SIZES),

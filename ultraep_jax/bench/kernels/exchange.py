@@ -155,8 +155,8 @@ def check(mesh: jax.sharding.Mesh, cases: int, dispatch_dtype: DispatchDtype | N
       rows_CD = jnp.where(used_C1, rows_CD, 0)
       again_CD = jnp.where(used_C1, cross.dispatch(x_TD), 0)
       summed_CD = rows_CD.astype(summed)
-      y_TD, sums_TD = cross.combine(summed_CD * 2, gates), cross.combine(summed_CD, None)
-      value_TK = cross.collect(gate_C)
+      y_TD = cross.combine(summed_CD * 2, gates)
+      sums_TD, value_TK, _ = exchange.combine_values(cross, summed_CD, gate_C, (), None)
       return rows_CD, again_CD, gate_C, value_TK, y_TD, sums_TD
 
     args = processes.put((dest, row, x, gate), NamedSharding(mesh, P(AXIS)))

@@ -24,12 +24,13 @@ class Crossing(NamedTuple):
 
 
 class Operations(NamedTuple):
-  """What is tested: the four kernels with a tuning, or what stands in for them."""
+  """What is tested: the kernels with a tuning, or what stands in for them."""
 
   replicate: Callable[[list[Array], Array, Array], list[Array]]
   reduce_replicas: Callable[[list[Array], list[Array], Array, Array], list[Array]]
   dispatch: Callable[[list[Array], Array, Crossing], Dispatched]
-  combine: Callable[[Array, Array | None, Crossing], Array]
+  combine: Callable[[Array, Array, Crossing], Array]
+  combine_values: Callable[[Array, Array, Crossing], tuple[Array, Array]]
 
 
 def kernels(
@@ -54,13 +55,18 @@ def kernels(
       arrays, *assignments, capacity=to.capacity, axis_name=AXIS, tuning=dealt
     )
 
-  def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
+  def combine(rows_CD: Array, gate_GTK: Array, to: Crossing) -> Array:
     return pallas_kernels.combine(
       rows_CD, gate_GTK, to.dest_TK, to.received_GTK, axis_name=AXIS, tuning=dealt
     )
 
+  def combine_values(rows_CD: Array, value_C: Array, to: Crossing) -> tuple[Array, Array]:
+    return pallas_kernels.combine_values(
+      rows_CD, value_C, to.dest_TK, to.received_GTK, axis_name=AXIS, tuning=dealt
+    )
+
   reduce = functools.partial(pallas_kernels.reduce_replicas, axis_name=AXIS, tuning=tuning)
-  return Operations(copy, reduce, dispatch, combine)
+  return Operations(copy, reduce, dispatch, combine, combine_values)
 
 
 # As the layer runs them, and with few workers, which wait for their peers again and again. Of
@@ -85,15 +91,16 @@ def _portable() -> Operations:
     moved = [lax.bitcast_convert_type(m, a.dtype) for m, a in zip(moved, arrays, strict=True)]
     return Dispatched(moved, to.received_GTK, lax.all_gather(value_TK, AXIS))
 
-  def combine(rows_CD: Array, gate_GTK: Array | None, to: Crossing) -> Array:
-    gate_C = None
-    if gate_GTK is not None:
-      row_GTK = jnp.where(to.received_GTK < 0, to.capacity, to.received_GTK)
-      gate_C = jnp.zeros(to.capacity, gate_GTK.dtype).at[row_GTK].set(gate_GTK, mode="drop")
+  def combine(rows_CD: Array, gate_GTK: Array, to: Crossing) -> Array:
+    row_GTK = jnp.where(to.received_GTK < 0, to.capacity, to.received_GTK)
+    gate_C = jnp.zeros(to.capacity, gate_GTK.dtype).at[row_GTK].set(gate_GTK, mode="drop")
     return cross(to).combine(rows_CD, gate_C)
 
+  def combine_values(rows_CD: Array, value_C: Array, to: Crossing) -> tuple[Array, Array]:
+    return cross(to).combine(rows_CD, None), cross(to).collect(value_C)
+
   reduce = functools.partial(replicate.reduce_replicas, axis_name=AXIS)
-  return Operations(copies, reduce, dispatch, combine)
+  return Operations(copies, reduce, dispatch, combine, combine_values)
 
 
 def as_bits(array: Array) -> Array:

@@ -148,7 +148,10 @@ def _check_dispatch(ops: Operations, salt: Array, routes: Any, scale: int) -> Ar
 
 
 def _check_combine(ops: Operations, salt: Array, routes: Any, scale: int) -> Array:
-  """Integers and gates of 1, 1/2 and 1/4, whose sums are exact; NaN in unused rows."""
+  """Integers and gates of 1, 1/2 and 1/4, whose sums are exact; NaN in unused rows.
+
+  Without gates, any number of each row comes back, too.
+  """
   to, rank = _crossing(routes, routes[0].size), lax.axis_index(AXIS)
   used_C1 = (_sources(to) >= 0)[:, None]
   power_GTK = lax.all_gather(_bits(salt, to.dest_TK.shape) % jnp.uint32(3), AXIS)
@@ -157,7 +160,14 @@ def _check_combine(ops: Operations, salt: Array, routes: Any, scale: int) -> Arr
   for i, (width, dtype, count, weighted) in enumerate(_COMBINED):
     integer_CD = _integers(salt + 1 + i, (to.capacity, _cut(width, scale, 16)), count)
     rows_CD = jnp.where(used_C1, integer_CD.astype(dtype), jnp.asarray(jnp.nan, dtype))
-    got_TD = ops.combine(rows_CD, gate_GTK if weighted else None, to)
+    if weighted:
+      got_TD = ops.combine(rows_CD, gate_GTK, to)
+    else:
+      value_C = _bits(salt + 1 + i, (to.capacity,)).astype(jnp.float32)
+      got_TD, value_TK = ops.combine_values(rows_CD, jnp.where(used_C1[:, 0], value_C, jnp.nan), to)
+      every_GC, here_TK = lax.all_gather(value_C, AXIS), to.dest_TK >= 0
+      want_TK = jnp.where(here_TK, every_GC[jnp.maximum(to.dest_TK, 0), to.row_TK], 0)
+      wrong += _count(as_bits(value_TK) != as_bits(want_TK))
     all_GCD = lax.all_gather(integer_CD.astype(dtype), AXIS)
     want_TD = jnp.zeros(got_TD.shape, jnp.float32)
     for k in range(to.dest_TK.shape[1]):
