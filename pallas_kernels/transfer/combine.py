@@ -91,7 +91,7 @@ def combine_values(
     tuning: the same.
 
   Returns:
-    The sums ``[T, D]``; ``value_TK``, zero for an assignment that nobody computes.
+    The sums ``[T, D]``; ``[T, K]`` float32, zero for an assignment that nobody computes.
 
   Raises:
     NotImplementedError: as ``combine`` does.

@@ -14,7 +14,10 @@ FORWARD = {"route_rows", "dispatch", "gated_matmul", "grouped_matmul", "combine"
 LAYER = FORWARD | {"gated_grads", "grouped_matmul_wgrad"}
 EXCHANGE = {"gather", "dispatch", "combine"}  # across GPUs
 # Of portable programs; their sums and maxima are typed as equal on all ranks, or not.
-COLLECTIVES = ("all_to_all", "ppermute", "all_gather", "all_gather_invariant", "psum", "pmax")
+COLLECTIVES = (
+  *("all_to_all", "ppermute", "all_gather", "all_gather_invariant"),
+  *("reduce_scatter", "psum", "pmax"),
+)
 
 
 def equations(jaxpr):
@@ -37,6 +40,11 @@ def kernel_names(jaxpr):
 def count_reaching(text: str) -> int:
   """How many kernels of a lowered program reach other GPUs."""
   return text.count("uses_xla_collective_metadata = true")
+
+
+def collectives(jaxpr) -> set[str]:
+  """Those of a program that no kernel does."""
+  return {eqn.primitive.name for eqn in equations(jaxpr)} & set(COLLECTIVES)
 
 
 def exchanges_rows(jaxpr) -> bool:

@@ -28,8 +28,8 @@ from programs import (
   LAYER,
   PLANNING,
   PORTABLE_COPIES,
+  collectives,
   equations,
-  exchanges_rows,
   kernel_names,
   kernels,
 )
@@ -117,7 +117,7 @@ def two_layers():
 def test_several_rounds_of_several_layers_hold_kernels_only(two_layers):
   """On four GPUs, forward and backward."""
   assert kernel_names(two_layers.jaxpr) == LAYER | EXCHANGE | PLANNING
-  assert not exchanges_rows(two_layers.jaxpr)
+  assert not collectives(two_layers.jaxpr)
 
 
 # Buffers for all rows of all four ranks: one round, whatever the loads.

@@ -31,7 +31,7 @@ _BLOCK_SLACK = 1.25
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockCrossing:
-  """How one rank's tokens cross in one round; see ``exchange.Crossing``.
+  """How one rank's tokens cross in one round; see ``exchange.Collecting``.
 
   N is the tokens in a block, A = G·N the tokens a rank receives in a step.
 

@@ -55,10 +55,14 @@ class Crossing(Protocol):
 
 @runtime_checkable
 class Collecting(Crossing, Protocol):
-  """A crossing by collectives, which numbers cross by themselves."""
+  """A crossing by collectives, whose numbers cross apart from rows."""
 
   def collect(self, value_C: Array) -> Array:
-    """Brings a number of each row to its assignment, as ``combine_values`` does."""
+    """Brings a number of each row ``[C]`` back to its assignment; see ``combine_values``.
+
+    Returns:
+      ``[T, K]``, zero where the assignment is not of this round.
+    """
     ...
 
 
@@ -151,9 +155,9 @@ def combine_values[T](
     crossing: of all ranks.
     rows_CD: as for ``Crossing.combine``.
     value_C: float32, such as the gradients of gates.
-    made: arrays that matmuls make. A collective of the numbers comes after them: else XLA runs it
-      beside the matmuls, whose last blocks then wait for the SMs that it holds while it waits for
-      other ranks.
+    made: arrays that matmuls make. What is returned waits for them: they are not put off until
+      after other layers. Nor does a collective of the numbers run beside the matmuls, whose last
+      blocks would wait for the SMs that it holds while it waits for other ranks.
     count: as for ``send``.
 
   Returns:
@@ -161,7 +165,7 @@ def combine_values[T](
     what was made.
   """
   if isinstance(crossing, push_exchange.PushCrossing):
-    return *crossing.combine_values(rows_CD, value_C), made
+    return lax.optimization_barrier((*crossing.combine_values(rows_CD, value_C), made))
   assert isinstance(crossing, Collecting)
   y_TD = crossing.combine(rows_CD, None)
   value_C, y_TD, made = lax.optimization_barrier((value_C, y_TD, made))

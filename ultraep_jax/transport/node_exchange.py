@@ -24,7 +24,7 @@ from ultraep_jax.types import Array, AxisName, Routes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NodeCrossing:
-  """How one rank's tokens cross in one round; see ``exchange.Crossing``.
+  """How one rank's tokens cross in one round; see ``exchange.Collecting``.
 
   L is the nodes, X = L·T the tokens of a line.
 
