@@ -44,7 +44,7 @@ if TYPE_CHECKING:
   )
   from pallas_kernels.transfer.combine import check_sizes, combine, combine_values
   from pallas_kernels.transfer.dispatch import Dispatched, dispatch, dispatch_scaled
-  from pallas_kernels.transfer.gather import gather
+  from pallas_kernels.transfer.gather import Gathered, gather
   from pallas_kernels.transfer.inbox import bounded_inbox
   from pallas_kernels.transfer.lists import TransferLists, transfer_lists
   from pallas_kernels.transfer.place import place, place_scaled
@@ -70,6 +70,7 @@ __all__ = [
   "Dispatched",
   "ExchangeTuning",
   "Gated",
+  "Gathered",
   "MatmulTuning",
   "Projections",
   "RoutingTuning",
@@ -151,7 +152,7 @@ _MODULES = {
   ),
   "transfer.combine": ("check_sizes", "combine", "combine_values"),
   "transfer.dispatch": ("Dispatched", "dispatch", "dispatch_scaled"),
-  "transfer.gather": ("gather",),
+  "transfer.gather": ("Gathered", "gather"),
   "transfer.inbox": ("bounded_inbox",),
   "transfer.lists": ("TransferLists", "transfer_lists"),
   "transfer.place": ("place", "place_scaled"),

@@ -117,9 +117,9 @@ def measured_moe(
   num_ranks = lax.axis_size(axis_name)
   num_experts = weights.wo.shape[0] * num_ranks
   expert_index_TK = expert_index_TK.astype(jnp.int32)
-  rank = lax.axis_index(axis_name)
   strategy = strategies.resolve(config.strategy)
   if strategy.reassign is not None:
+    rank = lax.axis_index(axis_name)
     expert_index_TK = strategy.reassign(expert_index_TK, rank, num_experts, num_ranks)
 
   mesh, given = jax.sharding.get_abstract_mesh(), config
@@ -142,7 +142,7 @@ def measured_moe(
   )
   with jax.named_scope("uep.load"):
     load_E = load.expert_load(expert_index_TK, num_experts)
-    load_GE = load.gather_loads(load_E, axis_name, exchanging)
+    load_GE, rank = load.gather_loads(load_E, axis_name, exchanging)
     load_GE = nodes.confirm(load_GE, given, mesh, axis_name)
   with jax.named_scope("uep.plan"):
     weighed = settled.cost.weighed(x_TD, gate_TK, weights)
@@ -161,9 +161,10 @@ def measured_moe(
   copies, rows_G = bool(plan.replica_expert.shape[1]), home_rows(plan.quota)
   lists = None
   if copies:
-    sent = plan.replica_expert, plan.parent, rows_G, axis_name
+    sent = plan.replica_expert, plan.parent, rows_G, axis_name, rank
     lists = experts.transfer_lists(wide, x_TD.dtype, *sent, replicating)
   routing = rounds.Routing(
+    rank=rank,
     replica_expert_GS=plan.replica_expert if copies else None,
     parent_GS=plan.parent if copies else None,
     home_rows_G=rows_G,

@@ -34,6 +34,7 @@ def combine(
   received_GTK: Array,
   *,
   axis_name: AxisName,
+  rank: Array | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> Array:
   """Sums every token's rows, weighted by their gates.
@@ -54,6 +55,7 @@ def combine(
     received_GTK: ``[G, T, K]`` int32, the rows on this rank of the assignments of all ranks, −1
       for those that other ranks compute.
     axis_name: the expert mesh axis, of size G.
+    rank: ``[]`` int32, this rank along the axis, if it is known (see ``Gathered``).
     tuning: workers, and the bytes of the part of a row that is sent at a time; must be the same
       on all ranks.
 
@@ -65,7 +67,7 @@ def combine(
     ValueError: shapes that do not fit.
   """
   _check(rows_CD, gate_GTK, dest_TK, received_GTK, axis_name)
-  return _launch(rows_CD, gate_GTK, None, dest_TK, received_GTK, axis_name, tuning)[0]
+  return _launch(rows_CD, gate_GTK, None, dest_TK, received_GTK, axis_name, rank, tuning)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("axis_name", "tuning"))
@@ -76,6 +78,7 @@ def combine_values(
   received_GTK: Array,
   *,
   axis_name: AxisName,
+  rank: Array | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> tuple[Array, Array]:
   """``combine`` without gates, and a number of every row back at its assignment.
@@ -88,6 +91,7 @@ def combine_values(
     dest_TK: the same.
     received_GTK: the same.
     axis_name: the same.
+    rank: the same.
     tuning: the same.
 
   Returns:
@@ -101,7 +105,8 @@ def combine_values(
   if value_C.shape != rows_CD.shape[:1] or value_C.dtype != jnp.float32:
     expected = f"float32 {rows_CD.shape[:1]}"
     raise ValueError(f"value_C: expected {expected}, got {value_C.dtype} {value_C.shape}")
-  y_TD, value_TK = _launch(rows_CD, None, value_C, dest_TK, received_GTK, axis_name, tuning)
+  arguments = rows_CD, None, value_C, dest_TK, received_GTK
+  y_TD, value_TK = _launch(*arguments, axis_name, rank, tuning)
   assert value_TK is not None  # values were sent
   return y_TD, value_TK
 
@@ -113,6 +118,7 @@ def _launch(
   dest_TK: Array,
   received_GTK: Array,
   axis_name: AxisName,
+  rank: Array | None,
   tuning: ExchangeTuning | None,
 ) -> tuple[Array, Array | None]:
   """The sums, and the numbers of assignments, if any are sent."""
@@ -125,8 +131,9 @@ def _launch(
   if width < LANES:
     rows_CD = jnp.pad(rows_CD, [(0, 0), (0, LANES - width)])
     arguments = rows_CD, gate_GTK, value_C, dest_TK, received_GTK
-    y_TD, value_TK = _launch(*arguments, axis_name, tuning)
+    y_TD, value_TK = _launch(*arguments, axis_name, rank, tuning)
     return y_TD[:, :width], value_TK
+  rank = peers.rank(axis_name) if rank is None else rank
   value_GTK = None if value_C is None else _at_assignments(value_C, received_GTK)
   deal = Deal.of(num_tokens, top_k, tuning)
   tables = [deal.table(received_GTK, -1)]
@@ -135,7 +142,6 @@ def _launch(
   if value_GTK is not None and others:
     tables.append(deal.table(value_GTK, 0.0))
   if others:
-    rank = peers.rank(axis_name)
     sends_TK = chunks.leads(dest_TK) & (dest_TK != rank)
     place_TK = jnp.where(sends_TK, combine_kernel.place_of(dest_TK, rank, axis_name), -1)
     tables.append(deal.table(place_TK, -1))
@@ -176,7 +182,7 @@ def _launch(
   )
   if value_GTK is None:
     return y_TD, None
-  own_TK = value_GTK[peers.rank(axis_name)]
+  own_TK = value_GTK[rank]
   if not others:
     return y_TD, own_TK
   # One rank has the number of an assignment, all others have zero.

@@ -56,6 +56,7 @@ def dispatch(
   capacity: int,
   axis_name: AxisName,
   over: Sequence[Array] | None = None,
+  rank: Array | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> Dispatched:
   """Carries every token to the rows of its assignments, bit for bit.
@@ -80,6 +81,7 @@ def dispatch(
     axis_name: the expert mesh axis, of size G.
     over: what is returned, before: rows that no token feeds stay as they are there. ``None``: they
       hold anything, NaN included.
+    rank: ``[]`` int32, this rank along the axis, if it is known (see ``Gathered``).
     tuning: workers and tiles; must be the same on all ranks.
 
   Raises:
@@ -91,7 +93,8 @@ def dispatch(
   if not arrays:
     raise ValueError("arrays: expected one or more, got none")
   _check(arrays, dest_TK, row_TK, value_TK, capacity, axis_name)
-  return _launch(arrays, None, dest_TK, row_TK, value_TK, capacity, axis_name, over, tuning)
+  tables = dest_TK, row_TK, value_TK
+  return _launch(arrays, None, *tables, capacity, axis_name, over, rank, tuning)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "capacity", "axis_name", "tuning"))
@@ -106,6 +109,7 @@ def dispatch_scaled(
   capacity: int,
   axis_name: AxisName,
   over: Array | None = None,
+  rank: Array | None = None,
   tuning: ExchangeTuning | None = None,
 ) -> Dispatched:
   """Carries tokens in FP8 and multiplies them by their scales on arrival.
@@ -125,6 +129,7 @@ def dispatch_scaled(
     capacity: C, the rows of a rank.
     axis_name: the expert mesh axis.
     over: as for ``dispatch``.
+    rank: the same.
     tuning: workers and tiles; must be the same on all ranks.
 
   Returns:
@@ -138,7 +143,7 @@ def dispatch_scaled(
   _check_scaled(value_TD, scale_TB, dtype)
   arrays, tables = [scale_TB, value_TD], (dest_TK, row_TK, value_TK)
   before = None if over is None else [over]
-  return _launch(arrays, jnp.dtype(dtype), *tables, capacity, axis_name, before, tuning)
+  return _launch(arrays, jnp.dtype(dtype), *tables, capacity, axis_name, before, rank, tuning)
 
 
 def _launch(
@@ -150,6 +155,7 @@ def _launch(
   capacity: int,
   axis_name: AxisName,
   over: Sequence[Array] | None,
+  rank: Array | None,
   tuning: ExchangeTuning | None,
 ) -> Dispatched:
   """The rows of all arrays; or those of scales times values, in the dtype of the product."""
@@ -173,11 +179,12 @@ def _launch(
   tiles = tiling.cut("arrays", arrays, tuning)
   if product is not None and tiles[SCALES].length < arrays[SCALES].shape[1]:
     raise NotImplementedError(f"scale_TB: expected a row that fits a tile of {tuning}")
+  rank = peers.rank(axis_name) if rank is None else rank
   num_tokens, top_k = dest_TK.shape
   deal = Deal.of(num_tokens, top_k * (1 + (others and value_TK is not None)), tuning)
   written_TK = chunks.leads(dest_TK)
   if product is None:  # what this rank computes itself it writes into all rows at once
-    written_TK |= dest_TK == peers.rank(axis_name)
+    written_TK |= dest_TK == rank
   told_TK = value_TK if others else None
   line_XL = told.line_table(deal, dest_TK, row_TK, written_TK, told_TK, capacity)
   line_XL, *flat = varying.vary_alike(
@@ -222,7 +229,7 @@ def _launch(
     kernel_name="dispatch" if axis_name else "place",
   )
   if others:
-    known = told.read(deal, filled[len(outs)], top_k, capacity, axis_name)
+    known = told.read(deal, filled[len(outs)], top_k, capacity, rank)
   else:  # a rank without peers knows what it receives
     received_TK = jnp.where(dest_TK >= 0, row_TK, -1)
     known = received_TK[None], None if value_TK is None else value_TK[None]

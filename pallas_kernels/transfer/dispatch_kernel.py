@@ -64,7 +64,7 @@ def body(
     return all_lines[slot, token * deal.columns + k]
 
   def row_of(token: Array, k: Array | int) -> Array:
-    return told.row_here(code_of(token, k), capacity, axis_name)
+    return told.row_here(code_of(token, k), capacity, peers.rank(axis_name))
 
   def each_tile(visit: Any) -> None:
     """``visit(array, buffer, part)`` for every tile of a row."""

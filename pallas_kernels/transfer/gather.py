@@ -9,7 +9,7 @@ Each of three ranks writes its vector into its row of every result, and waits fo
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,25 @@ from pallas_kernels.support import Array, AxisName
 from pallas_kernels.transfer import chunks, peers
 
 _UNIT = 32  # int32: 128 bytes, what shared memory and bulk copies like
+_THREADS = 128
+
+
+class Gathered(NamedTuple):
+  """What ``gather`` returns.
+
+  Attributes:
+    value_GN: ``[G, N]`` int32, equal on all ranks of the axis and typed so.
+    rank: ``[]`` int32, this rank along the axis. A kernel has it at hand. ``lax.axis_index``
+      between kernels makes a GPU wait for about 8 µs.
+  """
+
+  value_GN: Array
+  rank: Array
 
 
 @functools.partial(jax.jit, static_argnames=("axis_name",))
-def gather(value_N: Array, *, axis_name: AxisName) -> Array:
-  """What ``lax.all_gather(value_N, axis_name, to="invarying")`` returns.
+def gather(value_N: Array, *, axis_name: AxisName) -> Gathered:
+  """``lax.all_gather(value_N, axis_name, to="invarying")``, and ``lax.axis_index(axis_name)``.
 
   Call it inside a ``shard_map`` over all axes of a mesh whose devices reach each other's memory
   (see ``support.why_unreachable``). It cannot deadlock: a rank writes before it waits.
@@ -35,9 +49,6 @@ def gather(value_N: Array, *, axis_name: AxisName) -> Array:
   Args:
     value_N: ``[N]`` int32, this rank's vector, which fits into shared memory.
     axis_name: the expert mesh axis, of size G.
-
-  Returns:
-    ``[G, N]`` int32, equal on all ranks of the axis and typed so.
 
   Raises:
     NotImplementedError: a mesh that the kernel does not handle, or too long a vector.
@@ -51,18 +62,21 @@ def gather(value_N: Array, *, axis_name: AxisName) -> Array:
     raise TypeError(f"value_N: expected int32, got {value_N.dtype}")
   (length,), num_ranks = value_N.shape, lax.axis_size(axis_name)
   if not length or not peers.are_any(axis_name):
-    return lax.all_gather(value_N, axis_name, to="invarying")
+    gathered_GN = lax.all_gather(value_N, axis_name, to="invarying")
+    return Gathered(gathered_GN, peers.rank(axis_name))
   padded_L = jnp.pad(value_N, (0, -length % _UNIT))
   typed = jax.typeof(padded_L)
-  varying = typed.manual_axis_type.varying - set(peers.axes_of(axis_name))
-  (value_GL,) = launch(
+  varying, axes = typed.manual_axis_type.varying, set(peers.axes_of(axis_name))
+  typed_as = jax.sharding.ManualAxisType
+  value_GL, rank_X = launch(
     functools.partial(_kernel, axis_name=axis_name),
     [padded_L],
     out_type=[
       typed.update(
         shape=(num_ranks, *padded_L.shape),
-        manual_axis_type=jax.sharding.ManualAxisType(varying=varying),
-      )
+        manual_axis_type=typed_as(varying=varying - axes),
+      ),
+      typed.update(shape=(_THREADS,), manual_axis_type=typed_as(varying=varying | axes)),
     ],
     reaches_others=True,
     scratch_types=[
@@ -72,13 +86,21 @@ def gather(value_N: Array, *, axis_name: AxisName) -> Array:
     ],
     kernel_name="gather",
   )
-  return value_GL[:, :length]
+  return Gathered(value_GL[:, :length], rank_X[0])
 
 
 def _kernel(
-  value_ref: Any, all_ref: Any, buffer: Any, loaded: Any, sent: Any, *, axis_name: AxisName
+  value_ref: Any,
+  all_ref: Any,
+  rank_ref: Any,
+  buffer: Any,
+  loaded: Any,
+  sent: Any,
+  *,
+  axis_name: AxisName,
 ) -> None:
   rank, num_ranks = peers.rank(axis_name), lax.axis_size(axis_name)
+  rank_ref[pl.ds(0, _THREADS)] = jnp.full(_THREADS, rank)
   others = [chunks.peer(index, axis_name) for index in range(1, num_ranks)]
   # Without tests of bounds it is a bulk copy of any length.
   bulk = plgpu.OOBFillMode.PROMISE_IN_BOUNDS

@@ -61,6 +61,7 @@ def transfer_lists(
   axis_name: AxisName,
   num_home: int,
   expert_bytes: Sequence[int | None],
+  rank: Array | None = None,
 ) -> TransferLists:
   """The work lists of this rank (inside a ``shard_map``).
 
@@ -72,6 +73,7 @@ def transfer_lists(
     num_home: M, experts of a rank.
     expert_bytes: of an expert in each group of arrays that travel together, by which experts share
       turns; ``None``: all have one, as nothing waits for the first ones.
+    rank: ``[]`` int32, this rank along the axis, if it is known (see ``gather.Gathered``).
 
   Raises:
     NotImplementedError: a mesh that kernels cannot cross, or a plan too large for int32.
@@ -83,7 +85,8 @@ def transfer_lists(
     None if size is None else replicate_work.experts_together(size) for size in expert_bytes
   )
   wanted = Wanted(num_home, tuple(together))
-  return lists_of_rank(peers.rank(axis_name), replica_expert_GS, parent_GS, home_rows_G, wanted)
+  rank = peers.rank(axis_name) if rank is None else rank
+  return lists_of_rank(rank, replica_expert_GS, parent_GS, home_rows_G, wanted)
 
 
 class Wanted(NamedTuple):

@@ -16,8 +16,7 @@ assignment, such as its gate, may follow the codes of a token.
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.support import Array, AxisName
-from pallas_kernels.transfer import peers
+from pallas_kernels.support import Array
 from pallas_kernels.transfer.chunks import Deal
 
 
@@ -56,23 +55,23 @@ def place(code: Array) -> Array:
   return jnp.maximum(code, -2 - code)
 
 
-def row_here(code: Array, capacity: int, axis_name: AxisName) -> Array:
-  """The row of an assignment on this rank, −1 if another rank computes it, or none."""
-  row = place(code) - peers.rank(axis_name) * capacity
+def row_here(code: Array, capacity: int, rank: Array) -> Array:
+  """The row of an assignment on a rank, −1 if another one computes it, or none."""
+  row = place(code) - rank * capacity
   return jnp.where((row >= 0) & (row < capacity), row, -1)
 
 
 def read(
-  deal: Deal, line_GXL: Array, top_k: int, capacity: int, axis_name: AxisName
+  deal: Deal, line_GXL: Array, top_k: int, capacity: int, rank: Array
 ) -> tuple[Array, Array | None]:
-  """What the lines of all ranks say.
+  """What the lines of all ranks say to this one.
 
   Returns:
     ``received_GTK``, rows on this rank, −1 for assignments without one here, and the numbers
     ``value_GTK`` of all assignments if lines have them.
   """
   told_GTY = deal.values(line_GXL)
-  received_GTK = row_here(told_GTY[..., :top_k], capacity, axis_name)
+  received_GTK = row_here(told_GTY[..., :top_k], capacity, rank)
   if deal.columns == top_k:
     return received_GTK, None
   return received_GTK, lax.bitcast_convert_type(told_GTY[..., top_k:], jnp.float32)

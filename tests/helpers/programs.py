@@ -20,12 +20,14 @@ COLLECTIVES = (
 )
 
 
-def equations(jaxpr):
-  """All of a program, inner ones after theirs, those of kernels too."""
+def equations(jaxpr, in_kernels=True):
+  """All of a program, inner ones after theirs, those of kernels too or not."""
   for eqn in jaxpr.eqns:
     yield eqn
+    if not in_kernels and eqn.primitive.name == "mpmd_map":
+      continue
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      yield from equations(inner)
+      yield from equations(inner, in_kernels)
 
 
 def kernels(jaxpr):

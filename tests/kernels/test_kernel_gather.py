@@ -23,13 +23,17 @@ def gathered(sizes, axis_name, operation=gather):
   rest = [axis for axis in axes if axis not in along]
 
   def local(value):
-    result_GN = operation(value.reshape(-1), axis_name=axis_name)
-    return result_GN.reshape(*[1] * len(rest), *result_GN.shape)
+    result_GN, rank = operation(value.reshape(-1), axis_name=axis_name)
+    return result_GN.reshape(*[1] * len(rest), *result_GN.shape), rank.reshape([1] * len(axes))
 
   # With check_vma, a result that varied along the axis would be refused.
   return jax.jit(
     jax.shard_map(
-      local, mesh=assignments.mesh(*sizes), in_specs=P(*axes), out_specs=P(*rest), check_vma=True
+      local,
+      mesh=assignments.mesh(*sizes),
+      in_specs=P(*axes),
+      out_specs=(P(*rest), P(*axes)),
+      check_vma=True,
     )
   )
 
@@ -46,13 +50,15 @@ def gathered(sizes, axis_name, operation=gather):
 )
 def test_is_an_all_gather(sizes, axis_name, length):
   def by_collective(value, axis_name):
-    return lax.all_gather(value, axis_name, to="invarying")
+    return lax.all_gather(value, axis_name, to="invarying"), lax.axis_index(axis_name)
 
   lead = [size for size, _ in sizes]
   value = np.random.default_rng(0).integers(-99, 99, size=(*lead, length)).astype(np.int32)
   with interpreted():
-    got = np.asarray(gathered(sizes, axis_name)(value))
-  np.testing.assert_array_equal(got, gathered(sizes, axis_name, by_collective)(value))
+    got = jax.tree.map(np.asarray, gathered(sizes, axis_name)(value))
+  want = gathered(sizes, axis_name, by_collective)(value)
+  for each, expected in zip(got, want, strict=True):
+    np.testing.assert_array_equal(each, expected)
 
 
 @pytest.mark.parametrize("sizes, length", [(ONE_AXIS, 512), (ONE_AXIS, 1), (TWO_AXES, 128)])

@@ -83,7 +83,8 @@ def test_kernels_have_it(ranks, slots, dtype, monkeypatch):
 
   def beside(replica, home, *plan):
     replicas = replicate.Replicas(
-      home, *plan, None, "expert", None, ("mosaic_gpu",), kernels.UNTUNED
+      *(home, *plan, None, "expert", None, ("mosaic_gpu",), kernels.UNTUNED),
+      rank=jnp.int32(0),  # not used
     )
     return replicas.reducing([replica], [home]).launch()
 

@@ -120,6 +120,12 @@ def test_several_rounds_of_several_layers_hold_kernels_only(two_layers):
   assert not collectives(two_layers.jaxpr)
 
 
+def test_kernels_tell_the_rank(two_layers):
+  """XLA would set it in memory, which takes longer than most kernels between others."""
+  outside = {eqn.primitive.name for eqn in equations(two_layers.jaxpr, in_kernels=False)}
+  assert "mpmd_map" in outside and "axis_index" not in outside
+
+
 # Buffers for all rows of all four ranks: one round, whatever the loads.
 ONE_ROUND = dataclasses.replace(CONFIG, capacity_factor=4.0)
 

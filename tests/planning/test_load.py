@@ -35,9 +35,15 @@ def test_gathered_loads_are_invariant_and_ordered_by_rank():
   mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 
   # out_specs=P() holds only if the matrix is typed as equal on every rank
-  @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P())
+  out_specs = P(), P("expert")
+
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=out_specs)
   def gather(index_TK):
-    return load.gather_loads(load.expert_load(index_TK, 4), "expert", ("portable",))
+    load_E = load.expert_load(index_TK, 4)
+    load_GE, rank = load.gather_loads(load_E, "expert", ("portable",))
+    return load_GE, rank[None]
 
   index = jnp.arange(4, dtype=jnp.int32)[:, None].repeat(3, 1)
-  np.testing.assert_array_equal(jax.jit(gather)(index), 3 * np.eye(4, dtype=np.int32))
+  load_GE, rank = jax.jit(gather)(index)
+  np.testing.assert_array_equal(load_GE, 3 * np.eye(4, dtype=np.int32))
+  assert rank.tolist() == [0, 1, 2, 3]

@@ -125,6 +125,7 @@ def test_runs_where_it_saves(monkeypatch):
         implementations=("portable",),
         placing=("portable",),
         tunings=UNTUNED,
+        rank=jax.lax.axis_index("expert"),
         count=None,
       )
 

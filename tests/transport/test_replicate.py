@@ -126,6 +126,7 @@ def test_slots_that_hold_a_copy_are_the_ranks_own():
     replicas = replicate.Replicas(
       *(home, placement, placement // HOME, nothing, "expert", None, ("portable",)),
       tunings=replicate.UNTUNED,
+      rank=jax.lax.axis_index("expert"),
     )
     return replicas.filled_S()
 

@@ -44,6 +44,7 @@ def transfer_lists(
   parent_GS: Array,
   home_rows_G: Array,
   axis_name: AxisName,
+  rank: Array,
   implementations: Implementations,
 ) -> "kernels.TransferLists | None":
   """What kernels send and await, forward and backward, of one plan; ``None``: none can.
@@ -55,6 +56,7 @@ def transfer_lists(
     parent_GS: likewise.
     home_rows_G: likewise.
     axis_name: the expert mesh axis.
+    rank: this rank along it.
     implementations: what to try, in order.
   """
 
@@ -71,6 +73,7 @@ def transfer_lists(
       axis_name=axis_name,
       num_home=home.wo.shape[0],
       expert_bytes=sizes,
+      rank=rank,
     )
 
   candidates = {"mosaic_gpu": by_kernel, "portable": lambda: None}

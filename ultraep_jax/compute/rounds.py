@@ -52,6 +52,7 @@ class Static(NamedTuple):
 class Routing(NamedTuple):
   """The integers that the movers need."""
 
+  rank: Array  # this one along the expert axis
   # Both ``None`` without slots: XLA's GPU compiler crashes over empty residuals (jax 0.11.2).
   replica_expert_GS: Array | None
   parent_GS: Array | None
@@ -226,6 +227,7 @@ def _replicas(
     static.domain_size,
     static.replicating,
     static.tunings,
+    routing.rank,
     routing.lists,
   )
 
@@ -255,6 +257,7 @@ def _run_round(
     implementations=static.exchanging,
     placing=static.placing,
     tunings=static.tunings,
+    rank=routing.rank,
     count=_count(static, routing),
   )
   replicas = _copies_after(static, routing, replicas, sent.rows_CD)

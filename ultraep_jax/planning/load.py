@@ -36,11 +36,17 @@ def expert_load(expert_index_TK: Array, num_experts: int) -> Array:
   return _count(jnp.where(index_A < 0, num_experts, index_A), num_experts)
 
 
-def gather_loads(load_E: Array, axis_name: AxisName, implementations: Implementations) -> Array:
-  """The load matrix ``[G, E]``, equal on every rank of ``axis_name`` and typed so."""
+def gather_loads(
+  load_E: Array, axis_name: AxisName, implementations: Implementations
+) -> tuple[Array, Array]:
+  """The load matrix ``[G, E]``, equal on every rank of ``axis_name`` and typed so; the rank."""
+
+  def by_collective() -> tuple[Array, Array]:
+    return lax.all_gather(load_E, axis_name, to="invarying"), lax.axis_index(axis_name)
+
   candidates = {
-    "mosaic_gpu": lambda: kernels.gather(load_E, axis_name=axis_name),
-    "portable": lambda: lax.all_gather(load_E, axis_name, to="invarying"),
+    "mosaic_gpu": lambda: tuple(kernels.gather(load_E, axis_name=axis_name)),
+    "portable": by_collective,
   }
   return first_that_can(implementations, candidates)
 

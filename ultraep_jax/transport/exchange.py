@@ -96,6 +96,7 @@ def send(
   implementations: Implementations,
   placing: Implementations,
   tunings: Tunings,
+  rank: Array,
   count: Array | None,
 ) -> Sent:
   """Carries the tokens of a round to their rows.
@@ -113,6 +114,7 @@ def send(
     implementations: what to try, in order.
     placing: the same, for what collectives bring.
     tunings: how kernels are laid out.
+    rank: this rank along the axis.
     count: for ``mesh.after``, where collectives must follow each other; ``None``: they need not.
 
   Raises:
@@ -124,6 +126,7 @@ def send(
       *(x_TD, gate_TK, routes, round_index, capacity, axis_name),
       dispatch_dtype=dispatch_dtype,
       tunings=tunings,
+      rank=rank,
     )
     return Sent(rows_CD, gate_GTK, crossing.at_rows(gate_GTK), crossing)
 

@@ -24,17 +24,20 @@ class PushCrossing(received.ToldCrossing):
 
   Attributes:
     row_TK: the assignment's row in this round.
+    rank: this rank along the axis.
     tunings: how the kernels are laid out.
   """
 
   row_TK: Array
+  rank: Array
   tunings: Tunings = dataclasses.field(default=UNTUNED, metadata={"static": True})
 
   @jax.named_scope("uep.dispatch")
   def dispatch(self, x_TD: Array) -> Array:
     """Rows that no token feeds hold anything."""
     assignments = x_TD, None, self.dest_TK, self.row_TK, None
-    return _dispatch(*assignments, self.capacity, self.axis_name, self.tunings).arrays[0]
+    sizes = self.capacity, self.axis_name
+    return _dispatch(*assignments, *sizes, self.rank, self.tunings).arrays[0]
 
   @jax.named_scope("uep.combine")
   def combine(self, rows_CD: Array, gate_GTK: Array | None) -> Array:
@@ -45,6 +48,7 @@ class PushCrossing(received.ToldCrossing):
       self.dest_TK,
       self.received_GTK,
       axis_name=self.axis_name,
+      rank=self.rank,
       tuning=_tuning(self.tunings, "combine", rows_CD),
     )
 
@@ -57,6 +61,7 @@ class PushCrossing(received.ToldCrossing):
       self.dest_TK,
       self.received_GTK,
       axis_name=self.axis_name,
+      rank=self.rank,
       tuning=_tuning(self.tunings, "combine", rows_CD),
     )
 
@@ -70,6 +75,7 @@ def send(
   capacity: int,
   axis_name: AxisName,
   *,
+  rank: Array,
   dispatch_dtype: DispatchDtype | None = None,
   tunings: Tunings = UNTUNED,
 ) -> tuple[Array, Array, PushCrossing]:
@@ -87,12 +93,12 @@ def send(
     raise NotImplementedError(f"capacity: too large for int32 on all ranks: {capacity}")
   dest_TK, row_TK = received.of_round(routes, round_index, capacity)
   assignments = x_TD, dispatch_dtype, dest_TK, row_TK, gate_TK
-  (rows_CD,), received_GTK, gate_GTK = _dispatch(*assignments, capacity, axis_name, tunings)
+  (rows_CD,), received_GTK, gate_GTK = _dispatch(*assignments, capacity, axis_name, rank, tunings)
   assert gate_GTK is not None  # gates were sent
   return (
     rows_CD,
     gate_GTK,
-    PushCrossing(axis_name, capacity, dest_TK, received_GTK, row_TK, tunings),
+    PushCrossing(axis_name, capacity, dest_TK, received_GTK, row_TK, rank, tunings),
   )
 
 
@@ -104,10 +110,11 @@ def _dispatch(
   gate_TK: Array | None,
   capacity: int,
   axis_name: AxisName,
+  rank: Array,
   tunings: Tunings,
 ) -> "kernels.Dispatched":
   assignments = dest_TK, row_TK, gate_TK
-  sizes: Any = {"capacity": capacity, "axis_name": axis_name}
+  sizes: Any = {"capacity": capacity, "axis_name": axis_name, "rank": rank}
   if dtype is None:
     sizes["tuning"] = _tuning(tunings, "dispatch", x_TD)
     return kernels.dispatch([x_TD], *assignments, **sizes)

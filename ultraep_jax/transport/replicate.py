@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import pallas_kernels as kernels
 from pallas_kernels import UNTUNED, TransferTuning, Tunings
@@ -140,6 +139,7 @@ class Replicas:
     domain_size: ranks per domain; ``None``: all.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
+    rank: this rank along the axis.
     lists: what kernels send and await, if it is known already.
     known: the copies, once they are there.
   """
@@ -152,12 +152,13 @@ class Replicas:
   domain_size: int | None
   implementations: Implementations
   tunings: Tunings
+  rank: Array
   lists: "kernels.TransferLists | None" = None
   known: Any = None
 
   def filled_S(self) -> Array:
     """``[S]`` bool, which of this rank's slots hold a copy."""
-    return self.replica_expert_GS[lax.axis_index(self.axis_name)] >= 0
+    return self.replica_expert_GS[self.rank] >= 0
 
   def copies(self) -> Any:
     """The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included."""

@@ -111,7 +111,7 @@ def _dispatch_scaled(tokens: Array, scales: Array, dest: Array, row: Array) -> k
   )
 
 
-def _gather(load: Array) -> Array:
+def _gather(load: Array) -> kernels.Gathered:
   return kernels.gather(load, axis_name=AXIS)
 
 

@@ -119,6 +119,7 @@ def send(
     implementations=("mosaic_gpu",),
     placing=("portable",),
     tunings=UNTUNED,
+    rank=lax.axis_index(AXIS),
     count=None,
   )
 
