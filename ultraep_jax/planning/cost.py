@@ -19,9 +19,14 @@ from ultraep_jax.types import Array, ExpertWeights, PlanCost
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
 _FIXED = 3  # times what balancing takes in any case, what a likely load must gain
+_LITTLE = 2  # times, where that is little: at most one of so many parts of what equal loads take
+_PARTS = 18
 _SEARCHED = 2  # times all its costs, what it must gain where no kernel plans
-_RARE = 5  # times what a likely load must gain, what one must that is far from likely
+_RARE = 6  # times what a likely load must gain, what one must that is far from likely
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
+# What a copy travels longer than its bytes do, beside forward's matmuls: with copies of 6 and 9 MB
+# these end as if links gave 230 to 250 GB/s (docs/lab/layer.md, Plans for fewer tokens).
+_COPY_MORE = 8e-6
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
 # They were fitted when copies of both projections travelled beside one matmul, and still serve.
@@ -41,12 +46,14 @@ class LayerCost(NamedTuple):
     training: what the planner weighs where gradients are taken: copies travel twice then, and
       their gradients go home. ``None``: the same.
     by_kernel: a kernel plans, so that a plan costs little beside the rest.
+    read_rows: what reading the weights of an expert takes.
   """
 
   plan: PlanCost
   fixed_rows: int
   training: PlanCost | None = None
   by_kernel: bool = True
+  read_rows: int = 0
 
   def weighed(self, *operands: Any) -> PlanCost:
     """``plan``, or ``training`` where the layer is differentiated by any of its operands."""
@@ -80,8 +87,8 @@ class LayerCost(NamedTuple):
     ``G * T * min(K, M)`` rows. If these may need a second round, a plan by a kernel is worth it.
     Else a likely load must gain, since every load pays for the planning. Likely is that the busiest
     rank has more than the mean by 0.3 of it, for each doubling of the ranks that share its load. To
-    share it evenly must spare more rows than ``must_spare``. ``objective="balance"`` asks for no
-    gain in time.
+    share it evenly must spare more rows than ``must_spare``, or less where a plan takes little
+    beside what equal loads take. ``objective="balance"`` asks for no gain in time.
 
     Args:
       config: ``objective`` and ``domain_size`` are used.
@@ -99,10 +106,12 @@ class LayerCost(NamedTuple):
     mean = tokens * top_k
     likely = min(most, math.ceil(mean * (1 + _LIKELY_PER_DOUBLING * math.log2(domain))))
     spared = likely - max(mean, int(self.plan.link_rows))
-    return spared > self.must_spare
+    equal = mean + num_experts // num_ranks * self.read_rows
+    little = self.by_kernel and _PARTS * self.fixed_rows <= equal
+    return spared > self.must_spare - (_FIXED - _LITTLE) * self.fixed_rows * little
 
   def can_gain_much(self, most: int, domain: int) -> bool:
-    """Whether a load with ``most`` rows on one rank spares five times what a likely one must.
+    """Whether a load with ``most`` rows on one rank spares six times what a likely one must.
 
     Its domain shares them. Such a load is rare, so that less is not worth a plan in every call.
     """
@@ -213,6 +222,7 @@ def cost_on(
   group = slot_seconds(matmuls, *shape)
   copy = _launch_seconds(matmuls, *shape[2:])
   fixed_rows = round(_fixed_seconds(device.running(kernels=planning), domain) / row)
+  read_rows = round(_WEIGHT_BYTES * weights.expert_size / matmuls["memory_rate"] / row)
   copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
 
@@ -222,7 +232,7 @@ def cost_on(
       return PlanCost(round(copy / row), capacity, link_rows, round(_GROUP_EXPOSED * group / row))
     return PlanCost(round((copy + group) / row), capacity, link_rows)
 
-  plan = rounded(travelling / row)
+  plan = rounded((travelling + _COPY_MORE) / row)
   shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward
@@ -240,7 +250,7 @@ def cost_on(
   more, seconds = _GRADIENTS
   limits = travelling / row, projections, (gradients + matrices * seconds) / (more * backward / 2)
   training = rounded(max(limits))
-  return LayerCost(plan, fixed_rows, training, planning)
+  return LayerCost(plan, fixed_rows, training, planning, read_rows)
 
 
 @jax.custom_vjp
