@@ -133,6 +133,40 @@ def test_layers_that_the_model_lacks_are_taken_along(tmp_path):
     }
 
 
+def test_a_folder_with_a_configuration_alone_is_filled(tmp_path):
+  """It is what the model is like and where it goes, and then says of the weights what is so."""
+  folder, link = tmp_path / "new", tmp_path / "link"
+  folder.mkdir()
+  link.symlink_to(folder)
+  hf = json.loads((FOLDER / "mixtral" / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps(hf | {"quantization_config": {}}))
+  with jax.set_mesh(mesh_of("4")):
+    model = load(FOLDER / "mixtral", dtype=jnp.float32)
+    models.save(model, folder, like=link, file_bytes=10_000)
+    again = arrays(load(folder, dtype=jnp.float32))
+  assert all(same_bits(again[path], value) for path, value in arrays(model).items())
+  config = json.loads((folder / "config.json").read_text())
+  assert config == hf | {"torch_dtype": "float32"}
+
+
+def test_files_that_are_there_are_not_written_over(tmp_path):
+  like, folder = tmp_path / "like", tmp_path / "new"
+  shutil.copytree(FOLDER / "mixtral", like)
+  (like / "README.md").write_text("theirs")
+  folder.mkdir()
+  (folder / "README.md").write_text("mine")
+  (folder / "notes.txt").write_text("mine")
+  with jax.set_mesh(mesh_of("1")):
+    model = load(like)
+    with pytest.raises(FileExistsError, match=r"none of the files that come from .*got README\.md"):
+      models.save(model, folder, like=like)
+    assert {path.name for path in folder.iterdir()} == {"README.md", "notes.txt"}
+    (folder / "README.md").unlink()
+    models.save(model, folder, like=like)
+  assert (folder / "README.md").read_text() == "theirs"
+  assert (folder / "notes.txt").read_text() == "mine"
+
+
 def test_an_output_matrix_that_is_the_embedding_is_left_out(tmp_path):
   like = tmp_path / "like"
   shutil.copytree(FOLDER / "qwen3_moe", like)
@@ -191,6 +225,8 @@ def test_what_cannot_be_saved(tmp_path):
     for dtype in ("float17", "float64", "int32", "float8_e4m3fn"):
       wanted = 'dtype: expected bfloat16, float16 or float32, "stored" or None, got'
       assert wanted in message(TypeError, dtype=dtype)
+    with pytest.raises(TypeError, match="model: expected a MoETransformer, got NoneType"):
+      models.save(None, tmp_path / "new", like=FOLDER / "mixtral")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
     write_checkpoint(tmp_path / "new", [{"a": np.zeros(1, np.float32)}])
     assert "expected no file yet" in message(FileExistsError)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ultraep_jax.checks import as_compute_dtype
-from ultraep_jax.config import check_int
+from ultraep_jax.config import check_int, check_type
 from ultraep_jax.models.checkpoint import Checkpoint
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.folder import INDEX, SINGLE, read_object
@@ -61,10 +61,11 @@ def save(
 
   Args:
     model: to write.
-    folder: gets the files; has none of them yet.
+    folder: gets the files; has none of them yet, unless it is ``like``.
     like: the folder that the model was loaded from. Its configuration and tokenizer are copied,
       and the tensors that the model does not hold, such as layers that predict several tokens.
-      It may lack the tensors; then those are missing.
+      It may lack the tensors; then those are missing. It may be ``folder`` itself, if that has no
+      weights; then its ``config.json`` is brought up to date.
     dtype: of all floating point tensors: bfloat16, float16 or float32. ``"stored"``: of each as in
       ``like``; then what was loaded and not changed is written back bit for bit. ``None``: of each
       as the model holds it, so that nothing is rounded.
@@ -72,11 +73,12 @@ def save(
 
   Raises:
     ValueError: ``like`` is of another model, or a tensor is divided over processes.
-    FileExistsError: the folder has weights.
+    FileExistsError: the folder has weights, or a file of the name of one that is copied.
     FileNotFoundError: ``like`` has no configuration, or no tensors and ``dtype`` is ``"stored"``.
     OSError: a file cannot be read or written.
-    TypeError: another dtype.
+    TypeError: another dtype, or no model.
   """
+  check_type("model", model, MoETransformer)
   if dtype is not None and dtype != "stored":
     dtype = as_compute_dtype("dtype", dtype, ', "stored" or None')
   check_int("file_bytes", file_bytes, minimum=1)
@@ -84,19 +86,32 @@ def save(
   hf = read_object(like / "config.json")
   if ModelConfig.from_hf(hf) != model.config:
     raise ValueError(f"like: expected the configuration of the model, got another one in {like}")
-  checkpoint = Checkpoint(like) if dtype == "stored" or _has_tensors(like) else None
+  in_place = folder.exists() and folder.samefile(like)
+  # In place, tensors that are there are those of other processes.
+  has_tensors = not in_place and _has_tensors(like)
+  checkpoint = Checkpoint(like) if dtype == "stored" or has_tensors else None
   params = {path: param[...] for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
   found = sources(model.config)
   parts = _parts(params, found, checkpoint, ignored_patterns(model.config), dtype)
   files = _files(parts, file_bytes)
+  beside = [] if in_place else _beside(like)
   folder.mkdir(parents=True, exist_ok=True)
   # Other processes may be writing theirs.
   there = {path.name for path in folder.glob("*.safetensors")} - set(files)
   if there or (jax.process_index() == 0 and (folder / INDEX).exists()):
     raise FileExistsError(f"{folder}: expected no weights yet, got {min(there, default=INDEX)}")
+  if jax.process_index() == 0:  # which alone writes them
+    taken = [path.name for path in beside if os.path.lexists(folder / path.name)]
+    if taken:
+      raise FileExistsError(
+        f"{folder}: expected none of the files that come from {like}, got {min(taken)}"
+      )
   _write(folder, files, parts, params, found, checkpoint)
   if jax.process_index() == 0:
-    _write_beside(folder, like, hf, files, parts)
+    for path in beside:
+      shutil.copyfile(path, folder / path.name)
+    _write_config(folder, hf, parts)
+    _write_index(folder, files, parts)
 
 
 def _parts(
@@ -240,22 +255,25 @@ def _assembled(
   return out if held == math.prod(shape) else None
 
 
-def _write_beside(
-  folder: pathlib.Path,
-  like: pathlib.Path,
-  hf: dict[str, Any],
-  files: Mapping[str, list[str]],
-  parts: Mapping[str, _Part],
-) -> None:
-  """The index, the configuration and what else a model needs."""
-  for path in like.iterdir():
-    if path.suffix in _BESIDE and path.name != INDEX and path.is_file():
-      shutil.copyfile(path, folder / path.name)
+def _beside(like: pathlib.Path) -> list[pathlib.Path]:
+  """The configuration and what else a model needs."""
+  paths = [path for path in like.iterdir() if path.suffix in _BESIDE and path.name != INDEX]
+  return [path for path in paths if path.is_file()]
+
+
+def _write_config(folder: pathlib.Path, hf: dict[str, Any], parts: Mapping[str, _Part]) -> None:
+  """``config.json`` of what was written, if the copied one is of something else."""
   held = str(next(iter(parts.values())).form.dtype)
   changed = {name: value for name, value in hf.items() if name != "quantization_config"}
   changed |= {name: held for name in ("dtype", "torch_dtype") if name in hf}
   if changed != hf:
     (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _write_index(
+  folder: pathlib.Path, files: Mapping[str, list[str]], parts: Mapping[str, _Part]
+) -> None:
+  """Which file has which tensor, if there are several."""
   if SINGLE in files:
     return
   places = {name: file for file, names in files.items() for name in names}
