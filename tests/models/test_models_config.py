@@ -156,6 +156,22 @@ def test_gpt_oss():
   assert yarn.attention_factor == pytest.approx(0.1 * np.log(32) + 1)
 
 
+def test_what_a_file_is_silent_about_is_as_in_transformers():
+  def silent(hf, *names, **changes):
+    return ModelConfig.from_hf({k: v for k, v in hf.items() if k not in names} | changes)
+
+  assert silent(MIXTRAL_8X7B, "rope_theta").rotary.theta == 1e6
+  published = ModelConfig.from_hf(GPT_OSS_120B)
+  assert silent(GPT_OSS_120B, "rope_scaling", "rope_theta") == published
+  assert silent(GPT_OSS_120B, rope_scaling=None) == published
+  plain = silent(GPT_OSS_120B, "rope_scaling", rope_parameters={"rope_type": "default"})
+  assert plain.rotary == dataclasses.replace(published.rotary, yarn=None)
+  dots = silent(DOTS1, "norm_topk_prob", "sliding_window", max_window_layers=60)
+  assert not dots.gating.normalize_topk
+  late = [dots.mixer(layer).window for layer in range(58, 62)]  # pyright: ignore[reportAttributeAccessIssue]
+  assert late == [None, None, 4096, 4096]
+
+
 def test_newer_form_of_positions_is_the_same():
   for hf in PUBLISHED:
     old = dict(hf)

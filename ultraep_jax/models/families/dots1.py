@@ -12,7 +12,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
   bias = fields.flag(hf, "attention_bias", False)
   layers = common.num_layers(hf)
   first = fields.integer(hf, "max_window_layers", 62, minimum=0)
-  slides = hf.get("sliding_window") is not None
+  hf = {"sliding_window": 4096, **hf}  # null is no window
+  slides = hf["sliding_window"] is not None
   windows = common.windows(hf, [slides and layer >= first for layer in range(layers)])
   attention = [
     common.grouped_query(hf, qk_norm="head", bias=bias, out_bias=bias, window=window)
@@ -21,7 +22,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
   return {
     "attention": common.one_or_each(attention),
     "rotary": hf_rope.rotary(hf, attention[0].head_dim),
-    **common.sigmoid_routed(hf),
+    **common.sigmoid_routed(hf, normalize_topk=False),
   }
 
 

@@ -135,8 +135,8 @@ def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
   return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers(hf)))
 
 
-def sigmoid_routed(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """The mixtures and routers of DeepSeek-V3 and what follows its lead."""
+def sigmoid_routed(hf: Mapping[str, Any], *, normalize_topk: bool = True) -> dict[str, Any]:
+  """The mixtures and routers of DeepSeek-V3 and what follows its lead; the flag where missing."""
   # Some name here how experts are chosen.
   fields.choice(hf, "scoring_func", ("sigmoid", "noaux_tc"), default="sigmoid")
   fields.choice(hf, "topk_method", ("noaux_tc",), default="noaux_tc")
@@ -154,7 +154,7 @@ def sigmoid_routed(hf: Mapping[str, Any]) -> dict[str, Any]:
       num_experts=num_experts(hf, "n_routed_experts"),
       num_experts_per_tok=fields.integer(hf, "num_experts_per_tok"),
       scoring="sigmoid",
-      normalize_topk=fields.flag(hf, "norm_topk_prob", True),
+      normalize_topk=fields.flag(hf, "norm_topk_prob", normalize_topk),
       routed_scaling=fields.number(hf, "routed_scaling_factor"),
       num_expert_groups=fields.integer(hf, "n_group"),
       topk_groups=fields.integer(hf, "topk_group"),

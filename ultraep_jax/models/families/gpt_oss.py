@@ -9,6 +9,14 @@ from ultraep_jax.models import hf_fields as fields
 from ultraep_jax.models import hf_rope
 from ultraep_jax.models.families import family as common
 
+# Where the file says nothing of positions.
+_STRETCHED = {
+  "rope_type": "yarn",
+  "factor": 32.0,
+  "original_max_position_embeddings": 4096,
+  "truncate": False,
+}
+
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
   bias = fields.flag(hf, "attention_bias", True)
@@ -18,6 +26,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     common.grouped_query(hf, bias=bias, out_bias=bias, sinks=True, window=window)
     for window in windows
   ]
+  silent = not hf.get("rope_scaling") and hf.get("rope_parameters") is None
+  rope = {**hf, "rope_parameters": _STRETCHED} if silent else hf
   alpha, limit = (
     fields.number(hf, name, default)
     for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
@@ -25,7 +35,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
   return {
     "is_moe": (True,) * layers,
     "attention": common.one_or_each(attention),
-    "rotary": hf_rope.rotary(hf, attention[0].head_dim, theta=150_000.0),
+    "rotary": hf_rope.rotary(rope, attention[0].head_dim, theta=150_000.0),
     "expert_dim": fields.integer(hf, "intermediate_size"),
     "expert_layout": "interleaved",
     "expert_bias": True,

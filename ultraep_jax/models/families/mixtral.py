@@ -23,7 +23,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
   return {
     "is_moe": (True,) * common.num_layers(hf),
     "attention": attention,
-    "rotary": hf_rope.rotary(hf, attention.head_dim),
+    "rotary": hf_rope.rotary(hf, attention.head_dim, theta=1e6),
     "expert_dim": fields.integer(hf, "intermediate_size"),
     "gating": GatingConfig(
       num_experts=common.num_experts(hf, "num_local_experts", "num_experts"),
