@@ -147,6 +147,8 @@ def test_batch_is_checked():
 
   cut = {f: getattr(good, f)[:, :6] for f in PackedBatch._fields if f != "last_BR"}
   assert "multiple of attention_block = 4 tokens, got 6" in message(ValueError, **cut)
+  none = {f: getattr(good, f)[:, :0] for f in PackedBatch._fields if f != "last_BR"}
+  assert "positive multiple of attention_block = 4 tokens, got 0" in message(ValueError, **none)
   assert "4 devices of mesh axes ('expert',) can divide, got 2" in message(ValueError, size=4)
   assert "position_BT: expected shape [2, 8]" in message(
     ValueError, position_BT=good.position_BT[:1]

@@ -249,9 +249,10 @@ def check_batch(batch: PackedBatch, block: int) -> None:
   for name in ("position_BT", "segment_BT"):
     check_array(name, getattr(batch, name), (rows, length), jnp.int32)
   check_array("last_BR", batch.last_BR, (rows, "R"), jnp.int32)
-  if length % block:
+  if not length or length % block:
     raise ValueError(
-      f"token_BT: expected rows of a multiple of attention_block = {block} tokens, got {length}"
+      f"token_BT: expected rows of a positive multiple of attention_block = {block} tokens, "
+      f"got {length}"
     )
   mesh = jax.sharding.get_abstract_mesh()
   parts = math.prod(mesh.shape[axis] for axis in row_axes())
