@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from tiny_prefill import NAN_TOKEN, VOCAB, Tiny, dense_logits
 
@@ -133,6 +134,7 @@ def test_what_cannot_run_is_refused_at_submit(engine):
     ([3, VOCAB], ValueError, r"expected values in \[0, 40\), got 40"),
     ([-1], ValueError, r"expected values in \[0, 40\), got -1"),
     ([[1]], ValueError, "expected one axis"),
+    ([[1], [1, 2]], ValueError, "expected one axis, got sequences within the sequence"),
     ([1.0], TypeError, "expected integers, got float64"),
     (None, TypeError, "expected a sequence or an array of integers, got NoneType"),
     ("abc", TypeError, "expected a sequence or an array of integers, got str"),
@@ -264,8 +266,43 @@ def test_a_model_that_cannot_be_traced_fails_the_warm_up(warm):
       end(engine)
     with pytest.raises(serve.RequestFailed, match="the engine ended: KeyError"):
       future.result(timeout=0)
+
+  class Nothing(Tiny):
+    def __call__(self, batch):
+      return None
+
+  with pytest.raises(TypeError, match="model: expected to return a PrefillResult, got NoneType"):
+    make_engine(Nothing).start()
+
+
+def test_what_no_engine_can_be_made_of_is_refused(warm):
+  model, _ = warm
   with pytest.raises(ValueError, match='mesh: expected one in context with the axis "expert"'):
-    serve.PrefillEngine(warm[0], CONFIG)
+    serve.PrefillEngine(model, CONFIG)
+  with pytest.raises(TypeError, match="model: expected a Module, got NoneType"):
+    make_engine(lambda: None)
+  with pytest.raises(TypeError, match="config: expected a EngineConfig, got dict"):
+    make_engine(lambda: model, config={"buckets": (16,)})
+  with pytest.raises(TypeError, match="vocab_size: expected an int, got None"):
+    make_engine(nnx.Module)
+  others = jax.make_mesh((2, 2), ("data", "expert"), devices=jax.devices()[4:])
+  for mesh in (others, make_mesh(shape=(1, 2))):
+    message = r"the devices of the mesh in context, \[.*\], got embed on \[0, 1, 2, 3\]"
+    with pytest.raises(ValueError, match=message):
+      make_engine(lambda: model, mesh)
+
+
+def test_parameters_that_are_nowhere_in_particular_are_brought_to_the_mesh():
+  mesh, config = make_mesh(shape=(1, 2)), dataclasses.replace(CONFIG, buckets=(16,))
+  with jax.set_mesh(mesh):
+    model = Tiny()
+  for name in ("embed", "window"):
+    setattr(model, name, nnx.Param(jnp.asarray(np.asarray(getattr(model, name)[...]))))
+  assert not model.embed[...].committed
+  engine = make_engine(lambda: model, mesh, config)
+  future = engine.submit([1, 2])
+  assert engine.run_batch() == 1
+  assert_right(model, [1, 2], future.result())
 
 
 def make_decoder(balance):

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import operator
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Self
 import numpy as np
 from flax import nnx
 
+from ultraep_jax.config import check_type
 from ultraep_jax.serve.config import EngineConfig
 from ultraep_jax.serve.flights import Flight, land, launch
 from ultraep_jax.serve.metrics import Metrics
@@ -61,7 +63,10 @@ class PrefillEngine:
     Raises:
       ValueError: the mesh is missing or does not fit, or ``attention_block`` does not divide the
         alignment; see ``docs/prefill.md``.
+      TypeError: another kind of model or configuration, or ``vocab_size`` is no integer.
     """
+    check_type("model", model, nnx.Module)
+    check_type("config", config, EngineConfig)
     block = getattr(model, "attention_block", 1)
     if config.alignment % block:
       raise ValueError(
@@ -69,7 +74,11 @@ class PrefillEngine:
         f"got {config.alignment}"
       )
     self.config = config
-    self._vocab_size = int(model.vocab_size)  # type: ignore[attr-defined]
+    vocab_size = getattr(model, "vocab_size", None)
+    try:
+      self._vocab_size = operator.index(vocab_size)  # type: ignore[arg-type]
+    except TypeError:
+      raise TypeError(f"model.vocab_size: expected an int, got {vocab_size!r:.80}") from None
     self._programs = Programs(model, config)
     self._on_stats = on_stats
     self._queue = RequestQueue(config.queue_limit)

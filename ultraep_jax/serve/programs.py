@@ -52,13 +52,15 @@ class Programs:
     """Takes the mesh in context and the model's parameters as they are.
 
     Raises:
-      ValueError: the mesh is missing, has axes that divide no tokens, or spans processes.
+      ValueError: the mesh is missing, has axes that divide no tokens, spans processes, or has
+        other devices than the parameters.
     """
     self.config = config
     self.mesh = jax.sharding.get_mesh()
     self.axes = _token_axes(self.mesh)
     self.rows = self.mesh.size
     self._graphdef, self._state = nnx.split(model)
+    _check_devices(self._state, self.mesh)
     self._by_row = NamedSharding(self.mesh, P(self.axes))
     devices = self._by_row.devices_indices_map((self.rows,))
     self._row_of = {device: index[0].start or 0 for device, index in devices.items()}
@@ -156,6 +158,8 @@ class Programs:
 
   def _step(self, state: nnx.State, batch: PackedBatch) -> Outputs:
     result = nnx.merge(self._graphdef, state)(batch)
+    if not isinstance(result, PrefillResult):
+      raise TypeError(f"model: expected to return a PrefillResult, got {type(result).__name__}")
     self._check(result, batch)
     logits_BRV, kept = result.logits_BRV, (None, None)
     if self.config.return_cache:
@@ -259,3 +263,16 @@ def _token_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
   if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
     raise ValueError("mesh: expected devices of this process, got some of others")
   return axes
+
+
+def _check_devices(state: nnx.State, mesh: jax.sharding.Mesh) -> None:
+  """Refuses arrays that were put elsewhere; JAX moves those that are nowhere in particular."""
+  devices = set(mesh.devices.flat)
+  for path, leaf in nnx.to_flat_state(state):
+    array = leaf[...] if isinstance(leaf, nnx.Variable) else leaf
+    if isinstance(array, jax.Array) and array.committed and array.sharding.device_set != devices:
+      found = sorted(device.id for device in array.sharding.device_set)
+      raise ValueError(
+        f"model: expected parameters on the devices of the mesh in context, "
+        f"{sorted(device.id for device in devices)}, got {'.'.join(map(str, path))} on {found}"
+      )

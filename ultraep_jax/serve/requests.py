@@ -65,7 +65,10 @@ def check_prompt(tokens: Sequence[int] | np.ndarray, vocab_size: int, longest: i
     TypeError: not integers, or none in a sequence or an array.
     ValueError: not one axis, empty, longer than ``longest``, or a token outside the vocabulary.
   """
-  given = np.asarray(tokens)
+  try:
+    given = np.asarray(tokens)
+  except ValueError:  # rows of several lengths
+    raise ValueError("tokens: expected one axis, got sequences within the sequence") from None
   if not given.ndim:
     raise TypeError(
       f"tokens: expected a sequence or an array of integers, got {type(tokens).__name__}"
