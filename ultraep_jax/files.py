@@ -90,6 +90,33 @@ def check_output(path: pathlib.Path | None) -> None:
     raise PermissionError(f"{path}: expected the right to write there, got none")
 
 
+def check_folder(path: pathlib.Path) -> None:
+  """Refuses a folder that `make_folder` could not make or nobody could write in.
+
+  Raises:
+    OSError: a file is in its place or above, or there is no right to write.
+  """
+  there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+  if not there.is_dir():
+    at = "" if there == path else f" at {there}"
+    raise NotADirectoryError(f"{path}: expected a folder to write in, got a file{at}")
+  if not os.access(there, os.W_OK):
+    raise PermissionError(f"{path}: expected the right to write there, got none")
+
+
+def make_folder(path: pathlib.Path) -> None:
+  """Makes a folder and those above, if they are not there.
+
+  Raises:
+    OSError: it cannot be made, or as `check_folder`; the message begins with the path.
+  """
+  check_folder(path)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise OSError(f"{path}: expected to make it, got: {error.strerror or error}") from error
+
+
 def write_text(path: pathlib.Path, text: str) -> None:
   """Writes a text file in UTF-8.
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import re
 import shutil
 import sys
 from typing import Any
@@ -228,6 +229,15 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(TypeError, match="model: expected a MoETransformer, got NoneType"):
       models.save(None, tmp_path / "new", like=FOLDER / "mixtral")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
+    file, long = tmp_path / "file", tmp_path / ("x" * 300)
+    file.write_text("")
+    for folder, expected in (
+      (file, "expected a folder to write in, got a file"),
+      (file / "new", f"expected a folder to write in, got a file at {file}"),
+      (long, "expected to make it, got: File name too long"),
+    ):
+      with pytest.raises(OSError, match=f"^{re.escape(f'{folder}: {expected}')}$"):
+        models.save(model, folder, like=FOLDER / "mixtral")
     write_checkpoint(tmp_path / "new", [{"a": np.zeros(1, np.float32)}])
     assert "expected no file yet" in message(FileExistsError)
     assert "expected no weights yet" in message(FileExistsError, file_bytes=10_000)

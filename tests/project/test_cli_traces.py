@@ -48,6 +48,11 @@ def test_trace_import_refuses_and_writes_nothing(tmp_path, capsys):
     expected = f"--expert-bytes: expected an integer from 0 to {2**40}, got '{size}'"
     assert status == 2 and expected in err
   assert not (tmp_path / "to").exists()
+  (tmp_path / "file").write_text("")
+  for path in (tmp_path / "file", tmp_path / "file" / "to"):
+    command = "trace", "import", tmp_path / "from", path, "--experts", router_traces.E
+    status, _, err = run(capsys, *command)
+    assert status == 1 and f"{path}: expected a folder to write in, got a file" in err
 
 
 # --- view ------------------------------------------------------------------------------------

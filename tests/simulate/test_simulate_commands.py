@@ -228,6 +228,14 @@ def test_sweep_to_2560_ranks_is_quick():
     assert none.share < quota.share < 1 and quota.imbalance <= 1.011
 
 
+def test_paper_says_where_it_cannot_write(tmp_path, capsys):
+  (tmp_path / "file").write_text("")
+  for path in (tmp_path / "file", tmp_path / "file" / "figures"):
+    status, out, err = run(capsys, "paper", "--quick", "--out", path)
+    assert (status, out) == (1, "")
+    assert f"{path}: expected a folder to write in, got a file" in err
+
+
 def test_sweep_in_domains_has_their_floor():
   (point,) = scaling.sweep((16,), domain_size=8, kind="wide", microbatches=2, strategies=("quota",))
   assert 1 < point.floor <= point.imbalance <= point.floor * 1.05

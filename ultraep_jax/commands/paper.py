@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 
-from ultraep_jax.files import check_output, write_text
+from ultraep_jax.files import check_output, make_folder, write_text
 from ultraep_jax.simulate import paper, plots, published, scaling, validation
 from ultraep_jax.simulate.paper import QUICK, Effort, Report
 from ultraep_jax.simulate.text import constants, difference, percent, to_json
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
   if args.out is not None:
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     check_output(args.out / "paper.json")
   start = time.perf_counter()
   effort = QUICK if args.quick else Effort(seeds=args.seeds)

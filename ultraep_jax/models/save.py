@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from ultraep_jax.checks import as_compute_dtype
 from ultraep_jax.config import check_int, check_type
+from ultraep_jax.files import make_folder
 from ultraep_jax.models.checkpoint import Checkpoint
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.folder import INDEX, SINGLE, read_object
@@ -75,7 +76,7 @@ def save(
     ValueError: ``like`` is of another model, or a tensor is divided over processes.
     FileExistsError: the folder has weights, or a file of the name of one that is copied.
     FileNotFoundError: ``like`` has no configuration, or no tensors and ``dtype`` is ``"stored"``.
-    OSError: a file cannot be read or written.
+    OSError: a file cannot be read or written, or the folder not be made.
     TypeError: another dtype, or no model.
   """
   check_type("model", model, MoETransformer)
@@ -86,7 +87,7 @@ def save(
   hf = read_object(like / "config.json")
   if ModelConfig.from_hf(hf) != model.config:
     raise ValueError(f"like: expected the configuration of the model, got another one in {like}")
-  in_place = folder.exists() and folder.samefile(like)
+  in_place = os.path.exists(folder) and folder.samefile(like)
   # In place, tensors that are there are those of other processes.
   has_tensors = not in_place and _has_tensors(like)
   checkpoint = Checkpoint(like) if dtype == "stored" or has_tensors else None
@@ -95,7 +96,7 @@ def save(
   parts = _parts(params, found, checkpoint, ignored_patterns(model.config), dtype)
   files = _files(parts, file_bytes)
   beside = [] if in_place else _beside(like)
-  folder.mkdir(parents=True, exist_ok=True)
+  make_folder(folder)
   # Other processes may be writing theirs.
   there = {path.name for path in folder.glob("*.safetensors")} - set(files)
   if there or (jax.process_index() == 0 and (folder / INDEX).exists()):

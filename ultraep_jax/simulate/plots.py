@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ultraep_jax.figures import COLORS, DPI, LABELS, figure, legend_above, style
+from ultraep_jax.files import make_folder
 from ultraep_jax.simulate.paper import Planner, Report, Skewed
 from ultraep_jax.simulate.scaling import Point
 
@@ -20,8 +21,9 @@ def save(report: Report, scaling: Sequence[Point], folder: pathlib.Path) -> list
 
   Raises:
     ImportError: Matplotlib is not installed; says which extra has it.
+    OSError: the folder cannot be made or written in.
   """
-  folder.mkdir(parents=True, exist_ok=True)
+  make_folder(folder)
   figures = {
     "paper": _paper(report),
     "planner": _planner(report.planners, report.skews),

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.files import check_folder, make_folder
 from ultraep_jax.planning.capacity import row_capacity
 from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.plan import plan_quotas
@@ -115,6 +116,7 @@ def import_megatron(
     raise ValueError(f'config: expected strategy="quota", got {config.strategy!r}')
   check_int("num_experts", num_experts, minimum=1)
   check_int("expert_bytes", expert_bytes, minimum=0, maximum=MOST_EXPERT_BYTES)
+  check_folder(folder)
   _check_new(folder)
   by_rank = _rank_files(source)
   num_ranks = len(by_rank) if num_ranks is None else num_ranks
@@ -143,7 +145,7 @@ def import_megatron(
     "damaged_lines": damaged,
   }
 
-  folder.mkdir(parents=True, exist_ok=True)
+  make_folder(folder)
   with tempfile.TemporaryDirectory(suffix=".partial", dir=folder) as made:
     records = [(key, group) for key in whole for group in range(len(by_rank) // num_ranks)]
     rows: list[Columns] = []
