@@ -120,8 +120,11 @@ def test_plan_says_what_generated_the_loads(workload, capsys):
   """An option is named where other values of it make other loads, and nowhere else."""
   sizes = ("--ranks", 4, "--experts", 8, "--tokens", 127, "--top-k", 1, "--slots", 0)
 
+  of_ratio, of_seed = workload in plan._OF_RATIO, workload != plan._FIXED
+
   def answer(ratio, seed, *options):
-    made = ("--workload", workload, "--ratio", ratio, "--seed", seed)
+    made = ["--workload", workload]
+    made += ["--ratio", ratio] * of_ratio + ["--seed", seed] * of_seed
     return run(capsys, "plan", *sizes, *made, *options)[1]
 
   def planned(ratio, seed):
@@ -131,8 +134,12 @@ def test_plan_says_what_generated_the_loads(workload, capsys):
   said, before = planned(1.5, 3)
   assert f"generated loads: {said} (give a FILE" in answer(1.5, 3)
   assert said.split(", ")[0] == workload
-  assert (planned(1.9, 3)[1] != before) == ("--ratio 1.5" in said) == ("--ratio" in said)
-  assert (planned(1.5, 4)[1] != before) == ("--seed 3" in said) == ("--seed" in said)
+  assert of_ratio == (planned(1.9, 3)[1] != before) == ("--ratio 1.5" in said)
+  assert of_seed == (planned(1.5, 4)[1] != before) == ("--seed 3" in said)
+  for used, option in ((of_ratio, "--ratio"), (of_seed, "--seed")):
+    status, _, err = run(capsys, "plan", *sizes, "--workload", workload, option, 1)
+    assert status == 0 if used else status == 2
+    assert used or re.search(rf"{option}: expected .* with it, got {workload}$", err.strip())
 
 
 def test_plan_weighs_copies_in_plain_jax_where_kernels_cannot_run(capsys):
@@ -167,14 +174,17 @@ def test_plan_has_homes_send_all_copies_in_plain_jax(capsys):
   ("name", "content", "message"),
   [
     ("a.csv", "1,2\n3", "expected loads in csv"),
-    ("a.csv", "1,nan\n3,4", "expected whole numbers"),
+    ("a.csv", "1,nan\n3,4", "expected whole numbers, got nan"),
     ("a.csv", "1,-2\n3,4", r"expected loads in \[0, 2\*\*31\), got -2 to 4"),
-    ("a.csv", "1.5,2\n3,4", "expected whole numbers"),
+    ("a.csv", "1,2\n3.5,4", "expected whole numbers, got 3.5"),
     ("a.csv", "1e12,2\n3,4", r"expected loads in \[0, 2\*\*31\)"),
     ("a.csv", "1,2,3\n3,4,5", r"expected shape \[G, E\], E a positive multiple of G"),
     ("a.csv", "<script>", "expected loads in csv"),
     ("a.json", "[[1, 2], [3]]", "expected loads in json"),
-    ("a.json", '{"load": 3}', "expected whole numbers, got object"),
+    ("a.json", '{"a": 1}', r"expected whole numbers, got \{'a': 1\}"),
+    ("a.json", "[[1, null]]", "expected whole numbers, got None"),
+    ("a.json", "[[1, 1e400]]", "expected whole numbers, got inf"),
+    ("a.json", f"[[1, {2**70}]]", f"expected whole numbers, got {2**70}"),
     ("a.json", "[[[1]]]", r"expected shape \[G, E\] or \[E\], got \[1, 1, 1\]"),
     ("a.json", "[[], []]", r"at least one rank and one expert, got shape \[2, 0\]"),
     ("a.json", "[[1, 2]", r"a\.json: expected JSON"),

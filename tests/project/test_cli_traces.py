@@ -107,6 +107,14 @@ def test_view_writes_over_no_part_of_a_trace(tmp_path, capsys):
   assert (folder / files.MANIFEST).read_bytes() == before
 
 
+@pytest.mark.parametrize("given", [("--port", "80"), ("--host", "::1")])
+def test_view_writes_or_serves(given, tmp_path, capsys):
+  folder, page = traces.write(tmp_path / "trace"), tmp_path / "page.html"
+  status, _, err = run(capsys, "view", folder, "--html", page, *given)
+  assert status == 2 and not page.exists()
+  assert f"{given[0]}: expected no --html with it, which serves nothing, got {given[1]}" in err
+
+
 @pytest.mark.parametrize("damaged", [{"target": -3}, {"domain_size": 3}, {"objective": 5}])
 def test_a_damaged_configuration_is_named(damaged, tmp_path, capsys):
   path = traces.write(tmp_path / "trace") / files.MANIFEST

@@ -108,6 +108,7 @@ def test_command(tmp_path, capsys):
   ("arguments", "message"),
   [
     (["--ranks", "8"], "--ranks: expected 4, as {path} has, got 8"),
+    (["--tokens", "7"], "--tokens: expected 16, as {path} has, got 7"),
     (["--domain", "3"], "--domain: expected a divisor of 4"),
     (["--target", "0.5"], "--target: expected a number of at least 1"),
   ],

@@ -85,11 +85,12 @@ def test_recorded_loads_say_how_many_tokens_a_rank_has(of_all, tmp_path, capsys)
   loads = np.stack([zipf_loads(seed, 128, 8, 64, 8, 1.8) for seed in range(2)])[:, None]
   np.save(tmp_path / "loads.npy", loads.sum(axis=2) if of_all else loads)
   command = ["simulate", "--ranks", "8", "--loads", str(tmp_path / "loads.npy"), "--json"]
-  results = []
-  for tokens in ([], ["--tokens", "64"], ["--tokens", "1024"]):
-    assert cli.main([*command, "--strategies", "none", "--period", "1", *tokens]) == 0
-    results.append(json.loads(capsys.readouterr().out)["strategies"])
-  assert results[0] == results[1] != results[2]
+  command += ["--strategies", "none", "--period", "1"]
+  results = [run(capsys, *command, *tokens)[1] for tokens in ([], ["--tokens", "64"])]
+  assert json.loads(results[0])["strategies"] and results[0] == results[1]
+  status, _, err = run(capsys, *command, "--tokens", "1024")
+  assert status == 2
+  assert f"--tokens: expected 64, as {tmp_path / 'loads.npy'} has, got 1024" in err
 
 
 @pytest.mark.parametrize(

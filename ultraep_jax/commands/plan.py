@@ -34,7 +34,8 @@ from ultraep_jax.workloads import check_sizes, highest_flat_ratio, highest_zipf_
 
 _OF_RATIO = {"zipf": testing.zipf_loads, "flat": testing.flat_loads}
 _HIGHEST = {"zipf": highest_zipf_ratio, "flat": highest_flat_ratio}
-_WORKLOADS = (*_OF_RATIO, "balanced", "all-to-one", *testing.ADVERSARIAL_KINDS)
+_WORKLOAD, _FIXED = "zipf", "all-to-one"
+_WORKLOADS = (*_OF_RATIO, "balanced", _FIXED, *testing.ADVERSARIAL_KINDS)
 # Options of generated loads alone.
 _GENERATED = ("tokens", "top_k", "workload", "ratio", "seed")
 # Defaults, or less of them where sizes that are given allow no more.
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--experts", type=positive, help=f"experts ({_EXPERTS}, or as in the file)")
   add("--tokens", type=positive, help=f"generated: tokens a rank ({_TOKENS})")
   add("--top-k", type=positive, help=f"generated: experts a token ({_TOP_K})")
-  add("--workload", choices=_WORKLOADS, help="generated: kind (zipf)")
+  add("--workload", choices=_WORKLOADS, help=f"generated: kind ({_WORKLOAD})")
   add(
     "--ratio",
     type=factor,
@@ -141,6 +142,12 @@ def _check_used(args: argparse.Namespace) -> None:
   if args.loads is not None and given:
     option = given[0].replace("_", "-")
     raise UsageError(f"--{option}: expected no FILE with it, which has its loads, got {args.loads}")
+  kind = args.workload or _WORKLOAD
+  if args.ratio is not None and kind not in _OF_RATIO:
+    expected = " or ".join(_OF_RATIO)
+    raise UsageError(f"--ratio: expected --workload {expected} with it, got {kind}")
+  if args.seed is not None and kind == _FIXED:
+    raise UsageError(f"--seed: expected a --workload with random loads with it, got {kind}")
   if args.device is not None and args.objective != "time":
     raise UsageError(
       f"--device: expected --objective time with it, which weighs costs, got {args.objective}"
@@ -151,7 +158,7 @@ def _generated(args: argparse.Namespace) -> tuple[np.ndarray, str]:
   """Loads; and their workload with those options that it depends on beside the sizes."""
   sizes = _sizes(args)
   check_sizes(*sizes)
-  kind, seed = args.workload or "zipf", args.seed or 0
+  kind, seed = args.workload or _WORKLOAD, args.seed or 0
   made = f"{kind}, --seed {seed}"
   if kind in _OF_RATIO:
     experts, ranks, _, top_k = sizes
@@ -161,7 +168,7 @@ def _generated(args: argparse.Namespace) -> tuple[np.ndarray, str]:
     return _OF_RATIO[kind](seed, *sizes, ratio), f"{kind}, --ratio {ratio:g}, --seed {seed}"
   if kind == "balanced":
     return testing.balanced_loads(seed, *sizes), made
-  if kind == "all-to-one":
+  if kind == _FIXED:
     return testing.all_to_one_loads(*sizes), kind
   return testing.adversarial_loads(seed, *sizes, kind=kind), made
 
@@ -192,8 +199,8 @@ def _from_file(args: argparse.Namespace) -> np.ndarray:
     raise ValueError(
       f"{path}: expected loads of at least one rank and one expert, got shape {shape}"
     )
-  if load.dtype.kind not in "iuf" or not np.isfinite(load).all() or (load != np.floor(load)).any():
-    raise ValueError(f"{path}: expected whole numbers, got {load.dtype} with others")
+  if wrong := _not_whole(load):
+    raise ValueError(f"{path}: expected whole numbers, got {wrong[0]!r:.80}")
   least, most = float(load.min()), float(load.max())  # float16 could not be compared with 2**31
   if least < 0 or most >= 2**31:
     raise ValueError(f"{path}: expected loads in [0, 2**31), got {least:g} to {most:g}")
@@ -216,6 +223,14 @@ def _from_file(args: argparse.Namespace) -> np.ndarray:
     if given not in (None, found):
       raise UsageError(f"--{name}: expected {found}, as {path} has, got {given}")
   return load.astype(np.int32)
+
+
+def _not_whole(load: np.ndarray) -> list[Any]:
+  """The first value that is no whole number, or none."""
+  if load.dtype.kind in "iuf":
+    return load[~np.isfinite(load) | (load != np.floor(load))][:1].tolist()
+  values = load.reshape(-1).tolist()  # integers alone are some that no dtype holds
+  return [v for v in values if type(v) is not int][:1] or [max(values)]
 
 
 def _read(path: pathlib.Path) -> np.ndarray:

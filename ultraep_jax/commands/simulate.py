@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--domain", type=positive, help="ranks with fast links (default: the device's)"
   )
-  parser.add_argument("--tokens", type=positive, help="tokens of a rank in a microbatch (8192)")
+  parser.add_argument("--tokens", type=positive, help="tokens of a rank (the loads', or 8192)")
   parser.add_argument("--slots", type=natural, help="replica slots of a rank (2)")
   parser.add_argument("--prefill", action="store_true", help="forward pass alone")
   parser.add_argument("--capacity-factor", type=factor, help="rows of a buffer over tokens * K")
@@ -184,7 +184,7 @@ def _one_node(
   given = {
     "num_ranks": _ranks(args, trace, loads),
     "domain_size": args.domain,
-    "tokens": args.tokens,
+    "tokens": args.tokens if trace is None and loads is None else None,
     "replica_slots": args.slots,
     "training": not args.prefill,
     "capacity_factor": args.capacity_factor,
@@ -192,7 +192,9 @@ def _one_node(
   given = {name: value for name, value in given.items() if value is not None}
   if trace is not None:
     shape, notes = model_of(trace, args.model)
-    return trace_setting(trace, shape, device, **given), notes
+    setting = trace_setting(trace, shape, device, **given)
+    _check_tokens(args, setting.tokens)
+    return setting, notes
   notes, of_device = unknown_parts(model), int(device["domain_size"])
   if loads is not None and (experts := loads.shape[-1]) not in (0, model.num_experts):
     raise UsageError(
@@ -205,9 +207,10 @@ def _one_node(
     if loads is not None:
       notes.append(f"the loads do not say of how many ranks they are: {ranks} assumed (--ranks)")
   sizes = {"num_ranks": ranks, "domain_size": largest_divisor(ranks, of_device), **given}
-  if loads is not None and "tokens" not in sizes and loads.dtype.kind in "iu":
+  if loads is not None and loads.dtype.kind in "iu":
     per_rank = loads.sum(axis=-1) / (1 if loads.ndim == 4 else ranks)
     sizes["tokens"] = tokens_of(per_rank, model.top_k)
+    _check_tokens(args, sizes["tokens"])
   return Setting(model=model, device=device, **sizes), notes
 
 
@@ -221,6 +224,13 @@ def _ranks(args: argparse.Namespace, trace: Trace | None, loads: np.ndarray | No
     path = args.trace or args.loads
     raise UsageError(f"--ranks: expected {recorded}, as {path} has, got {args.ranks}")
   return recorded or args.ranks
+
+
+def _check_tokens(args: argparse.Namespace, recorded: int) -> None:
+  """Refuses others than recorded loads have: times would be of loads that are not there."""
+  if args.tokens not in (None, recorded):
+    path = args.trace or args.loads
+    raise UsageError(f"--tokens: expected {recorded}, as {path} has, got {args.tokens}")
 
 
 def model_of(trace: Trace, named: ModelShape | None) -> tuple[ModelShape, list[str]]:

@@ -14,11 +14,13 @@ import numpy as np
 
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools.arguments import port
-from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.errors import CommandError, UsageError
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.reader import Trace, read
 from ultraep_jax.viewer.page import error_page, plotly_script, render
 from ultraep_jax.viewer.server import make_server
+
+_HOST = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--steps", type=_steps, metavar="A:B", help="only steps from A to before B, in more detail"
   )
-  parser.add_argument("--host", default="127.0.0.1", help="address to serve on (%(default)s)")
-  parser.add_argument("--port", type=port, default=0, help="port to serve on (a free one)")
+  parser.add_argument("--host", help=f"address to serve on ({_HOST})")
+  parser.add_argument("--port", type=port, help="port to serve on (a free one)")
   parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
@@ -44,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
   except ImportError as error:
     raise CommandError(str(error)) from None
   if args.html is None:
-    return _serve(args)
+    return _serve(args, args.host or _HOST, args.port or 0)
+  for name in ("host", "port"):
+    if (given := getattr(args, name)) is not None:
+      raise UsageError(f"--{name}: expected no --html with it, which serves nothing, got {given}")
   inside = any(args.html.resolve().parent == pathlib.Path(each).resolve() for each in args.traces)
   if inside and args.html.exists() and args.html.suffix != ".html":
     raise CommandError(f"--html: expected a file that is no part of a trace, got {args.html}")
@@ -106,13 +111,13 @@ def page_of(paths: Sequence[str], steps: slice | None) -> str:
     return error_page(str(error), "Reload this page when it is there.")
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace, host: str, port: int) -> int:
   try:
-    server = make_server(lambda: page_of(args.traces, args.steps), args.host, args.port)
+    server = make_server(lambda: page_of(args.traces, args.steps), host, port)
   except (OSError, OverflowError) as error:
     reason = getattr(error, "strerror", None) or error
-    raise CommandError(f"cannot serve on {args.host}, port {args.port}: {reason}") from None
-  host = f"[{args.host}]" if ":" in args.host else args.host
+    raise CommandError(f"cannot serve on {host}, port {port}: {reason}") from None
+  host = f"[{host}]" if ":" in host else host
   address = f"http://{host}:{server.server_port}/"
   for path in args.traces:
     if not pathlib.Path(path).exists():
