@@ -105,8 +105,8 @@ def check_axis_name(mesh: Mesh, axis_name: AxisName) -> None:
     raise TypeError(f"mesh: expected a Mesh, got {type(mesh).__name__}")
   if mesh.empty:
     raise ValueError(
-      f"mesh: expected a mesh with axis {axis_name!r} in context (jax.set_mesh) or as mesh=, got "
-      f"none; on one device: jax.set_mesh(jax.make_mesh({(1,) * len(axes)}, {axes}))"
+      f"mesh: expected a mesh with axis {axis_name!r} in context (jax.set_mesh), got none; on one "
+      f"device: jax.set_mesh(jax.make_mesh({(1,) * len(axes)}, {axes}))"
     )
   if not axes or axes != tuple(axis for axis in mesh.axis_names if axis in axes):
     several = "" if len(axes) == 1 else ", or several in this order"

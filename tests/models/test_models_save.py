@@ -52,6 +52,11 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
   return (got.shape, got.dtype) == (want.shape, want.dtype) and got.tobytes() == want.tobytes()
 
 
+def test_a_mesh_must_be_in_context_to_load():
+  with pytest.raises(ValueError, match=r"mesh: .* in context \(jax\.set_mesh\), got none; on one"):
+    load(FOLDER / "mixtral")
+
+
 def test_every_family_has_a_checkpoint_here():
   types = {
     json.loads((FOLDER / name / "config.json").read_text())["model_type"] for name in FOLDERS

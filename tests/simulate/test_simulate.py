@@ -115,8 +115,9 @@ class TestPlacement:
     [
       (np.zeros((1, 1, 4, 7), np.int32), r"expected \[layer, 4, 8\] or \[layer, 8\] in step 0"),
       (np.zeros((1, 8), np.int32), r"got \[8\]"),
-      (np.full((1, 1, 4, 8), -1), "integers of at least 0"),
-      (np.full((1, 1, 4, 8), np.nan), "integers of at least 0"),
+      (np.full((1, 1, 4, 8), -1), "integers of at least 0 in step 0, got -1"),
+      (np.full((1, 1, 4, 8), np.nan), "integers of at least 0 in step 0, got float64"),
+      (np.ones((1, 1, 4, 8), bool), "integers of at least 0 in step 0, got bool"),
       (np.full((1, 1, 4, 8), 2**30), r"less than 2\*\*31"),
       (np.zeros((0, 1, 4, 8), np.int32), "at least one step"),
     ],
@@ -128,6 +129,10 @@ class TestPlacement:
   def test_unknown_strategy(self):
     with pytest.raises(ValueError, match=r"strategy: expected one of .*got 'best'"):
       simulate(small_loads(), setting(), ("best",))
+    with pytest.raises(ValueError, match="strategies: expected at least one name, got none"):
+      simulate(small_loads(), setting(), ())
+    with pytest.raises(TypeError, match="strategies: expected a sequence of names, got 'none'"):
+      simulate(small_loads(), setting(), "none")
 
 
 class TestCost:
@@ -263,6 +268,12 @@ class TestCost:
   def test_wrong_settings(self, changes, message):
     with pytest.raises(ValueError, match=message):
       setting(**changes)
+
+  def test_numbers_are_integers(self):
+    assert type(setting(num_ranks=np.int64(4)).num_ranks) is int
+    for name in ("num_ranks", "tokens", "replica_slots"):
+      with pytest.raises(TypeError, match=f"{name}: expected an int, got float"):
+        setting(**{name: 4.0})
 
   def test_predictions_are_near_what_was_measured(self):
     """Bounds of today's errors: forward and copies within 10 %, backward over by up to 30 %.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ultraep_jax.config import check_factor
+from ultraep_jax.config import as_python_numbers, check_factor, check_int
 from ultraep_jax.devices.device import Device
 from ultraep_jax.planning import cost as planning
 from ultraep_jax.simulate.balancers import Balancer, Placed
@@ -45,6 +45,10 @@ class Setting:
     token_bytes: of one value of a dispatched token; combine is bf16.
     relay: copies may be forwarded; else homes send all.
     locality: sources take their own quota first.
+
+  Raises:
+    ValueError: a number is outside its range, or ranks, domains and experts do not fit each other.
+    TypeError: a number is no integer.
   """
 
   model: ModelShape
@@ -61,13 +65,12 @@ class Setting:
   locality: bool = True
 
   def __post_init__(self) -> None:
+    as_python_numbers(self)
     for name in ("num_ranks", "domain_size", "tokens", "context", "token_bytes"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+      check_int(name, getattr(self, name), minimum=1)
+    check_int("replica_slots", self.replica_slots, minimum=0)
     if self.capacity_factor is not None:
       check_factor("capacity_factor", self.capacity_factor)
-    if self.replica_slots < 0:
-      raise ValueError(f"replica_slots: expected at least 0, got {self.replica_slots}")
     if self.model.num_experts % self.num_ranks:
       raise ValueError(
         f"num_ranks: expected a divisor of {self.model.num_experts} experts, got {self.num_ranks}"

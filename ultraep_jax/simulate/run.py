@@ -116,8 +116,9 @@ def simulate(
     For each strategy its outcome, in the order given.
 
   Raises:
-    ValueError: loads of another shape than the setting's, negative, not integers or none, or an
-      unknown strategy.
+    ValueError: loads of another shape than the setting's, negative, not integers or none, or no
+      strategy or an unknown one.
+    TypeError: one name instead of a sequence.
 
   >>> from ultraep_jax import simulate as sim, testing
   >>> model, device = sim.MODELS["Qwen3-235B"], sim.Device.load("h200")
@@ -129,7 +130,11 @@ def simulate(
   >>> sim.share_of_ideal(outcomes["none"], outcomes["ideal"]) < 1
   True
   """
+  if isinstance(strategies, str):
+    raise TypeError(f"strategies: expected a sequence of names, got {strategies!r}")
   made = [make_balancer(name, setting, target, period, decay) for name in strategies]
+  if not made:
+    raise ValueError("strategies: expected at least one name, got none")
   states: list[Any] = [None] * len(made)
   steps: list[list[Placed]] = [[] for _ in made]
   for index, step in enumerate(loads):
@@ -139,7 +144,7 @@ def simulate(
         states[i] = balancer.init(len(parts.total), setting.model.num_experts, setting.num_ranks)
       states[i], placed = balancer.place(states[i], parts)
       steps[i].append(jax.device_get(placed))
-  if not steps or not steps[0]:
+  if not steps[0]:
     raise ValueError("loads: expected at least one step, got none")
   return {
     balancer.name: _outcome(setting, balancer, placed)
@@ -176,8 +181,9 @@ def _checked(loads: np.ndarray, setting: Setting, step: int) -> Loads:
       f"loads: expected [layer, {ranks}, {experts}] or [layer, {experts}] in step {step}, "
       f"got {list(loads.shape)}"
     )
-  if not np.issubdtype(loads.dtype, np.integer) or loads.min(initial=0) < 0:
-    raise ValueError(f"loads: expected integers of at least 0 in step {step}, got others")
+  got = loads.min() if np.issubdtype(loads.dtype, np.integer) else loads.dtype
+  if not isinstance(got, np.integer) or got < 0:
+    raise ValueError(f"loads: expected integers of at least 0 in step {step}, got {got}")
   totals = loads.reshape(len(loads), -1).sum(axis=1, dtype=np.int64)
   if max(loads.max(), totals.max()) >= 2**31:
     raise ValueError(f"loads: expected less than 2**31 assignments in a layer of step {step}")
