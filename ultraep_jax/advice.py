@@ -5,13 +5,14 @@ warning all say what is found here. Works on NumPy arrays, outside ``jit``.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, Strategy, StrategyName
 from ultraep_jax.planning.exact import slots_that_suffice
+from ultraep_jax.planning.fit import num_slots
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.types import LayerStats
 
@@ -29,16 +30,21 @@ def of_load(
 ) -> list[str]:
   """One line for each cause, the largest first; a single one if the load is even.
 
-  Plans the load again with more slots and with fewer constraints, a second or two the first time.
+  Plans the load again by quota, with more slots and with fewer constraints, a second or two the
+  first time. Another strategy is the first cause, if such a plan is more even.
 
   Args:
     load_GE: ``[G, E]``, the load matrix.
     after_G: ``[G]``, assignments that each rank computed.
-    config: of the layer: its domains, target and objective.
-    slots: S that the layer had.
+    config: of the layer: its strategy, domains, target and objective.
+    slots: S that the layer had. With another strategy quota gets the configuration's, if more.
     rounds: that it ran.
   """
-  num_ranks = len(load_GE)
+  num_ranks, num_experts = load_GE.shape
+  by_quota = config.strategy == "quota"
+  also = "" if by_quota else ', with strategy="quota"'
+  if not by_quota:  # "none" has no slots at all
+    slots = max(slots, num_slots(config, num_experts, num_ranks))
   mean = max(float(np.sum(after_G)) / num_ranks, 1e-9)
   reached, best = _imbalance(after_G), _floor(load_GE, config)
   lines = []
@@ -53,18 +59,21 @@ def of_load(
   if best > EVEN * _floor(load_GE, dataclasses.replace(config, domain_size=None)):
     lines.append(
       f"domains: copies stay inside them, which allows {best:.2f} at best; a larger domain_size "
-      "would help"
+      f"would help{also}"
     )
   if reached <= best * EVEN:
     few = f"even: the busiest rank has {reached:.2f} times the mean, as assignments are few"
     return lines or [few]
   same = planned_imbalance(load_GE, config, slots)
   if same < reached / EVEN:
-    lines.append(_why_not_taken(reached, same, config, slots))
-  if same > best * EVEN:
+    why = _why_not_taken(reached, same, config, slots)
+    lines.insert(len(lines) if by_quota else 0, why)
+  now = min(reached, same)
+  if now > best * EVEN:
     more, then = _slots_that_help(load_GE, config, slots, same, best)
-    if then < same / EVEN:
-      lines.append(f"slots: {same:.2f} with {slots}, {then:.2f} with {more}; set replica_slots")
+    if then < now / EVEN:
+      with_more = f"{then:.2f} with {more}; set replica_slots{also}"
+      lines.append(f"slots: {now:.2f} with {slots}, {with_more}")
   return lines
 
 
@@ -88,9 +97,27 @@ def of_stats(stats: LayerStats, config: BalanceConfig | None) -> list[str]:
 
 
 def recorded_config(values: dict[str, Any]) -> BalanceConfig:
-  """The configuration of recorded layers, as far as it decides what plans can reach."""
-  names = ("objective", "target", "min_tokens_per_replica", "domain_size")
-  return BalanceConfig(**{name: values[name] for name in names if values.get(name) is not None})
+  """The configuration of recorded layers, as far as it decides what plans can reach.
+
+  Of a planner of the user's only the name was recorded: it cannot plan again.
+  """
+  names = (
+    "objective",
+    "target",
+    "min_tokens_per_replica",
+    "domain_size",
+    "replica_slots",
+    "strategy",
+  )
+  known = {name: values[name] for name in names if values.get(name) is not None}
+  strategy = known.get("strategy")
+  if isinstance(strategy, str) and strategy not in get_args(StrategyName):
+    known["strategy"] = Strategy(strategy, _not_recorded)
+  return BalanceConfig(**known)
+
+
+def _not_recorded(*_: object) -> NoReturn:
+  raise NotImplementedError("strategy: expected a planner, got only the name that was recorded")
 
 
 def limits(after_NG: np.ndarray, replica_expert_NGS: np.ndarray, rounds_N: np.ndarray) -> str:
@@ -126,6 +153,9 @@ def planned_imbalance(load_GE: np.ndarray, config: BalanceConfig, slots: int) ->
 
 def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: int) -> str:
   possible = f"{reached:.2f} was reached and {same:.2f} is possible with {slots} slots"
+  by_quota = f"strategy: {possible} by quota"
+  if config.strategy != "quota":  # which may ignore what else is set
+    return by_quota
   if config.target is not None and reached <= config.target * EVEN:
     return f"target: {possible}; target={config.target} stops plans there"
   if config.min_tokens_per_replica > 1:
@@ -135,7 +165,7 @@ def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: in
       f'objective: {possible}; by "time", more copies would cost more than they save, or the '
       "busiest rank has fewer groups of rows"
     )
-  return f"strategy: {possible} by quota"
+  return by_quota
 
 
 def _slots_that_help(

@@ -343,7 +343,7 @@ class LayerStats(NamedTuple):
     second or two the first time; not under ``jit``.
 
     Args:
-      config: the layer's ``BalanceConfig``, for its domains, target and objective.
+      config: the layer's ``BalanceConfig``, for its strategy, domains, target and objective.
     """
     return _above("advice").of_stats(self, config)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ultraep_jax import advice, testing
+from ultraep_jax import advice, strategies, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.types import LayerStats, Plan, PlanCost
@@ -72,6 +72,53 @@ def test_rounds_are_named_with_a_buffer_that_spares_them():
   assert not others
 
 
+def at_home(load_GE, config, cost=None) -> Plan:
+  """A planner of a user's that makes no copies."""
+  return strategies.none.plan(load_GE, config, cost)
+
+
+@pytest.mark.parametrize("strategy", ["none", at_home])
+@pytest.mark.parametrize(
+  ("fields", "slots"),
+  [
+    ({"replica_slots": 4}, 4),
+    ({"replica_slots": "auto", "objective": "time"}, EXPERTS // RANKS),
+    ({"replica_slots": 4, "min_tokens_per_replica": 100, "target": 5.0}, 4),
+  ],
+)
+def test_another_strategy_is_the_cause_of_what_quota_would_not_do(strategy, fields, slots):
+  """Whatever else is set, which it may ignore, and however many rounds it brought about."""
+  config = BalanceConfig(strategy=strategy, **fields)
+  home_G = FLAT.sum(axis=0).reshape(RANKS, -1).sum(axis=1)
+  line, *others = advice.of_load(FLAT, home_G, config, slots=0, rounds=2)
+  assert line == f"strategy: 4.00 was reached and 1.00 is possible with {slots} slots by quota"
+  assert [other.partition(":")[0] for other in others] == ["buffer"]
+
+
+def test_remedies_that_need_quota_say_so():
+  load_GE = np.zeros((RANKS, EXPERTS), np.int32)
+  load_GE[:, : EXPERTS // 2], load_GE[:, EXPERTS // 2 :] = 30, 10
+  home_G = load_GE.sum(axis=0).reshape(RANKS, -1).sum(axis=1)
+  config = BalanceConfig(strategy="none", domain_size=RANKS // 2)
+  (line,) = advice.of_load(load_GE, home_G, config, slots=0)
+  assert line.endswith('a larger domain_size would help, with strategy="quota"')
+  config = BalanceConfig(strategy="none", replica_slots=0)
+  (line,) = advice.of_load(load_GE, home_G, config, slots=0)
+  assert line.startswith("slots: 1.50 with 0, 1.0")
+  assert line.endswith('; set replica_slots, with strategy="quota"')
+
+
+def test_a_planner_that_does_better_than_quota_is_not_blamed():
+  load_GE = np.zeros((RANKS, EXPERTS), np.int32)
+  load_GE[:, : EXPERTS // 2] = 100
+  after_G = np.full(RANKS, load_GE.sum() // RANKS)
+  after_G[0], after_G[1] = after_G[0] * 1.1, after_G[1] * 0.9
+  config = BalanceConfig(strategy=at_home, replica_slots=1)
+  assert advice.planned_imbalance(load_GE, config, 1) > 1.1
+  (line,) = advice.of_load(load_GE, after_G, config, slots=1)
+  assert line.startswith("slots: 1.10 with 1, ")
+
+
 def layer_stats(load_GGE: np.ndarray) -> LayerStats:
   """Of groups that did not balance."""
   groups, ranks, _ = load_GGE.shape
@@ -120,8 +167,19 @@ def test_warning_of_several_rounds_and_of_slots_in_use():
 
 
 def test_what_was_recorded_is_a_configuration():
-  config = advice.recorded_config({"target": 1.05, "domain_size": None, "strategy": "none"})
-  assert config == BalanceConfig(target=1.05)
+  values = {"target": 1.05, "domain_size": None, "replica_slots": 4, "strategy": "none"}
+  config = advice.recorded_config(values)
+  assert config == BalanceConfig(target=1.05, replica_slots=4, strategy="none")
+  assert advice.recorded_config({}) == BalanceConfig()
+
+
+def test_of_a_planner_the_name_was_recorded():
+  config = advice.recorded_config({"strategy": "at_home", "replica_slots": 4})
+  home_G = FLAT.sum(axis=0).reshape(RANKS, -1).sum(axis=1)
+  (line,) = advice.of_load(FLAT, home_G, config, slots=0)
+  assert line.startswith("strategy: 4.00 was reached and 1.00 is possible with 4 slots")
+  with pytest.raises(NotImplementedError, match="got only the name that was recorded"):
+    strategies.resolve(config.strategy).plan(jnp.asarray(FLAT), config, None)
 
 
 # --- as text and in notebooks ----------------------------------------------------------------

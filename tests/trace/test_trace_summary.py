@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import traces
 
+from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import Recorder, read
 from ultraep_jax.trace import format as form
 from ultraep_jax.trace.summary import summarise, trace_advice
@@ -111,3 +112,15 @@ def test_summary_notices_a_layer_that_left_its_plan(tmp_path):
   with Recorder(tmp_path) as recorder:
     recorder.record(0, stats._replace(load_after_G=moved), axes=())
   assert summarise(read(tmp_path))["off_plan"] == 1
+
+
+def test_advice_is_of_the_strategy_that_was_recorded(tmp_path):
+  """It has no slots; those of the configuration are quota's."""
+  stats = traces.stats_of(traces.loads(0), BalanceConfig(replica_slots=0, objective="balance"))
+  config = BalanceConfig(strategy="none", replica_slots=2)
+  with Recorder(tmp_path, config=config) as recorder:
+    recorder.record(0, stats, axes=())
+  trace = read(tmp_path)
+  assert trace.manifest.replica_slots == 0
+  (line,) = trace_advice(trace)
+  assert line.startswith("strategy: ") and line.endswith("with 2 slots by quota")
