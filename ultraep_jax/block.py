@@ -392,9 +392,8 @@ def check_mesh(axis_name: AxisName, num_experts: int) -> None:
 
 
 def _check_tokens(x: Array, mask: Array | None, embed_dim: int) -> None:
+  checks.check_array("x", x, None, jnp.floating)
   if x.ndim < 2 or x.shape[-1] != embed_dim:
     raise ValueError(f"x: expected shape [..., {embed_dim}] with token axes, got {x.shape}")
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"x: expected a float dtype, got {x.dtype}")
   if mask is not None:
     checks.check_array("mask", mask, x.shape[:-1], jnp.bool_)

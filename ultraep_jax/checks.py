@@ -20,8 +20,10 @@ from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout, Plan
 _COMPUTE_DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 
 
-def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) -> None:
-  """Raises unless ``value`` is an array of that kind and shape; letters match any size.
+def check_array(name: str, value: Any, shape: tuple[int | str, ...] | None, kind: Any) -> None:
+  """Raises unless ``value`` is an array of that kind and shape.
+
+  Letters match any size, and ``None`` any shape.
 
   Raises:
     TypeError: not an array, or a dtype that is no subtype of ``kind``.
@@ -31,6 +33,8 @@ def check_array(name: str, value: Any, shape: tuple[int | str, ...], kind: Any) 
     raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
   if not jnp.issubdtype(value.dtype, kind):
     raise TypeError(f"{name}: expected a dtype of kind {kind.__name__}, got {value.dtype}")
+  if shape is None:
+    return
   fits = len(value.shape) == len(shape) and all(
     isinstance(want, str) or want == got for want, got in zip(shape, value.shape, strict=True)
   )
@@ -220,7 +224,7 @@ def check_layer(
   if getattr(x, "ndim", 2) < 2 or (local and getattr(x, "ndim", 2) > 2):
     expected = "[T, D]" if local else "[N, ..., D]"
     raise ValueError(f"x: expected shape {expected}, got {list(x.shape)}")
-  check_array("x", x, getattr(x, "shape", ()), jnp.floating)
+  check_array("x", x, None, jnp.floating)
   check_compute_dtype("x", x)
   check_array("expert_index", expert_index, (*x.shape[:-1], "K"), jnp.integer)
   check_array("gate", gate, expert_index.shape, jnp.floating)

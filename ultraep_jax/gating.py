@@ -133,7 +133,7 @@ def gate(
 
   Raises:
     ValueError: shapes disagree, or the bias is missing or not expected.
-    TypeError: a dtype is wrong.
+    TypeError: something is no array, or a dtype is wrong.
     NotImplementedError: ``"mosaic_gpu"`` cannot do it here.
   """
   _check_arrays(logits_TE, config, bias_E, mask_T, expert_index_TK)
@@ -167,7 +167,7 @@ def router_load(expert_index_TK: Array, num_experts: int) -> Array:
   Raises:
     TypeError: indices that are no integers.
   """
-  check_array("expert_index", expert_index_TK, getattr(expert_index_TK, "shape", ()), jnp.integer)
+  check_array("expert_index", expert_index_TK, None, jnp.integer)
   chosen_TKE = _one_hot(expert_index_TK, num_experts)
   return jnp.sum(chosen_TKE, axis=tuple(range(chosen_TKE.ndim - 1)), dtype=jnp.int32)
 
@@ -189,8 +189,9 @@ def load_balance_loss(scores_TE: Array, expert_index_TK: Array) -> Array:
 
   Raises:
     ValueError: scores and indices of different tokens.
-    TypeError: indices that are no integers.
+    TypeError: scores that are no floats, or indices that are no integers.
   """
+  check_array("scores", scores_TE, None, jnp.floating)
   *tokens, num_experts = scores_TE.shape
   check_array("expert_index", expert_index_TK, (*tokens, "K"), jnp.integer)
   load_E = router_load(expert_index_TK, num_experts).astype(jnp.float32)
@@ -210,7 +211,14 @@ def router_z_loss(logits_TE: Array, mask_T: Array | None = None) -> Array:
 
   Returns:
     ``[]`` float32; 0 if every token is masked.
+
+  Raises:
+    ValueError: a mask of other tokens.
+    TypeError: logits that are no floats, or a mask that is no bool.
   """
+  check_array("logits", logits_TE, None, jnp.floating)
+  if mask_T is not None:
+    check_array("mask", mask_T, logits_TE.shape[:-1], jnp.bool_)
   logits_TE = logits_TE.astype(jnp.float32)
   if mask_T is None:
     mask_T = jnp.ones_like(logits_TE[..., 0], dtype=jnp.bool_)
@@ -343,19 +351,16 @@ def _check_arrays(
   expert_index_TK: Array | None,
 ) -> None:
   experts = config.num_experts
+  check_array("logits", logits_TE, None, jnp.floating)
   if logits_TE.ndim == 0 or logits_TE.shape[-1] != experts:
     raise ValueError(f"logits: expected shape [..., {experts}], got {logits_TE.shape}")
-  if not jnp.issubdtype(logits_TE.dtype, jnp.floating):
-    raise TypeError(f"logits: expected a float dtype, got {logits_TE.dtype}")
   if config.use_selection_bias != (bias_E is not None):
     expected = "an array" if config.use_selection_bias else "None"
     raise ValueError(f"bias: expected {expected} (use_selection_bias), got {type(bias_E).__name__}")
-  if bias_E is not None and bias_E.shape != (experts,):
-    raise ValueError(f"bias: expected shape ({experts},), got {bias_E.shape}")
-  if mask_T is not None and mask_T.shape != logits_TE.shape[:-1]:
-    raise ValueError(f"mask: expected shape {logits_TE.shape[:-1]}, got {mask_T.shape}")
-  if mask_T is not None and mask_T.dtype != jnp.bool_:
-    raise TypeError(f"mask: expected dtype bool, got {mask_T.dtype}")
+  if bias_E is not None:
+    check_array("bias", bias_E, (experts,), jnp.floating)
+  if mask_T is not None:
+    check_array("mask", mask_T, logits_TE.shape[:-1], jnp.bool_)
   if expert_index_TK is not None:
     check_choices(expert_index_TK, (*logits_TE.shape[:-1], config.num_experts_per_tok))
 
@@ -365,9 +370,6 @@ def check_choices(expert_index: Array, shape: tuple[int, ...]) -> None:
 
   Raises:
     ValueError: another shape.
-    TypeError: another dtype than int32.
+    TypeError: no array, or another dtype than int32.
   """
-  if expert_index.shape != shape:
-    raise ValueError(f"expert_index: expected shape {shape}, got {expert_index.shape}")
-  if expert_index.dtype != jnp.int32:
-    raise TypeError(f"expert_index: expected dtype int32, got {expert_index.dtype}")
+  check_array("expert_index", expert_index, shape, jnp.int32)

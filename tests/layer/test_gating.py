@@ -422,11 +422,15 @@ def test_config_takes_numbers_of_numpy():
   ("kwargs", "error", "message"),
   [
     ({"logits_TE": jnp.zeros((4, 7))}, ValueError, r"logits: expected shape \[..., 8\]"),
-    ({"logits_TE": jnp.zeros((4, 8), jnp.int32)}, TypeError, "logits: expected a float dtype"),
+    ({"logits_TE": jnp.zeros((4, 8), jnp.int32)}, TypeError, "logits: expected a dtype of kind"),
+    ({"logits_TE": [[0.0] * 8] * 4}, TypeError, "logits: expected an array, got list"),
     ({"bias_E": None}, ValueError, "bias: expected an array"),
-    ({"bias_E": jnp.zeros(4)}, ValueError, r"bias: expected shape \(8,\), got \(4,\)"),
-    ({"mask_T": jnp.ones(3, jnp.bool_)}, ValueError, r"mask: expected shape \(4,\), got \(3,\)"),
-    ({"mask_T": jnp.ones(4)}, TypeError, "mask: expected dtype bool, got float32"),
+    ({"bias_E": jnp.zeros(4)}, ValueError, r"bias: expected shape \[8\], got \[4\]"),
+    ({"bias_E": [0.0] * 8}, TypeError, "bias: expected an array, got list"),
+    ({"mask_T": jnp.ones(3, jnp.bool_)}, ValueError, r"mask: expected shape \[4\], got \[3\]"),
+    ({"mask_T": [True] * 4}, TypeError, "mask: expected an array, got list"),
+    ({"expert_index_TK": [[0, 1]] * 4}, TypeError, "expert_index: expected an array, got list"),
+    ({"mask_T": jnp.ones(4)}, TypeError, "mask: expected a dtype of kind bool, got"),
   ],
 )
 def test_gate_rejects(kwargs, error, message):
@@ -448,6 +452,17 @@ def test_gate_rejects_a_bias_it_would_not_use():
       lambda: gating.load_balance_loss(jnp.zeros((4, 8)), jnp.zeros((5, 2), jnp.int32)),
       ValueError,
       r"expert_index: expected shape \[4, K\], got \[5, 2\]",
+    ),
+    (
+      lambda: gating.load_balance_loss([[0.0] * 8], jnp.zeros((1, 2), jnp.int32)),
+      TypeError,
+      "scores: expected an array, got list",
+    ),
+    (lambda: gating.router_z_loss([0.0]), TypeError, "logits: expected an array, got list"),
+    (
+      lambda: gating.router_z_loss(jnp.zeros((4, 8)), jnp.ones(4)),
+      TypeError,
+      "mask: expected a dtype of kind bool, got float32",
     ),
     (
       lambda: gating.router_load(jnp.zeros((4, 2)), 8),

@@ -152,6 +152,8 @@ def test_rejected_uses():
   plain = GatingConfig(num_experts=E, num_experts_per_tok=K)
   unbiased = linen.MoE(**{**OPTIONS, "gating": plain})
   with jax.set_mesh(jax.make_mesh((4,), ("expert",))):
+    with pytest.raises(TypeError, match="x: expected an array, got list"):
+      layer.init(key, [[0.0] * D] * 8)
     variables = jax.eval_shape(layer.init, key, x)
     with pytest.raises(ValueError, match="update_bias: expected mutable="):
       jax.eval_shape(lambda v: layer.apply(v, x, update_bias=0.1), variables)

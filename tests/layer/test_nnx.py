@@ -149,10 +149,10 @@ def test_choices_are_made_again_bit_for_bit(mesh):
   np.testing.assert_array_equal(moved[1].expert_load_E, first[1].expert_load_E)
   assert (np.asarray(moved[0]) != np.asarray(first[0])).any()
   with pytest.raises(
-    ValueError, match=r"expert_index: expected shape \(8, 3, 2\), got \(8, 3, 1\)"
+    ValueError, match=r"expert_index: expected shape \[8, 3, 2\], got \[8, 3, 1\]"
   ):
     model(make_x(), expert_index=chosen[..., :1])
-  with pytest.raises(TypeError, match="expert_index: expected dtype int32, got uint32"):
+  with pytest.raises(TypeError, match="expert_index: expected a dtype of kind int32, got uint32"):
     model(make_x(), expert_index=chosen.astype(jnp.uint32))
 
 
@@ -379,7 +379,8 @@ def test_construction_rejects(kwargs, error, message):
   [
     (jnp.zeros((8, D + 1)), None, ValueError, r"x: expected shape \[..., 8\]"),
     (jnp.zeros(D), None, ValueError, r"x: expected shape \[..., 8\] with token axes"),
-    (jnp.zeros((8, D), jnp.int32), None, TypeError, "x: expected a float dtype, got int32"),
+    (jnp.zeros((8, D), jnp.int32), None, TypeError, "x: expected a dtype of kind floating"),
+    ([[0.0] * D] * 8, None, TypeError, "x: expected an array, got list"),
     (jnp.zeros((9, D)), None, ValueError, "x: expected a first axis divisible by 8"),
     (jnp.zeros((8, D)), jnp.ones(7, jnp.bool_), ValueError, r"mask: expected shape \[8\]"),
     (jnp.zeros((8, D)), jnp.ones(8), TypeError, "mask: expected a dtype of kind bool, got float32"),
