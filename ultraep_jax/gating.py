@@ -241,11 +241,15 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
     ``[E]``, dtype of ``bias_E``.
 
   Raises:
-    ValueError: the bias has more axes than one, or the load is of other experts.
-    TypeError: one of them is no array, or the bias no float.
+    ValueError: the bias has more axes than one, the load is of other experts, or the rate has axes.
+    TypeError: one of them is no array, the bias no float, or the rate no number.
   """
   check_array("bias", bias_E, ("E",), jnp.floating)
   check_array("load", load_E, bias_E.shape, jnp.number)
+  if hasattr(rate, "dtype"):
+    check_array("rate", rate, (), jnp.number)
+  elif isinstance(rate, bool) or not isinstance(rate, int | float):
+    raise TypeError(f"rate: expected a number, got {type(rate).__name__}")
   # The mean is whole + rest / E: exact where a float mean could miss equality.
   whole, rest = jnp.divmod(jnp.sum(load_E), load_E.shape[0])
   sign_E = jnp.where(load_E == whole, jnp.sign(rest), jnp.sign(whole - load_E))

@@ -201,7 +201,8 @@ class MoE(nnx.Module):
     ``aux._replace(expert_load_E=total_E)``.
 
     Raises:
-      ValueError: the gating uses no selection bias.
+      ValueError: the gating uses no selection bias, or the rate has axes.
+      TypeError: the rate is no number.
     """
     if not self.gating.use_selection_bias:
       raise ValueError("update_bias: expected gating.use_selection_bias=True, got False")

@@ -445,6 +445,15 @@ def test_gate_rejects_a_bias_it_would_not_use():
     gate(jnp.zeros((4, 8)), GatingConfig(num_experts=8, num_experts_per_tok=2), jnp.zeros(8))
 
 
+def step_of(rate):
+  return gating.update_selection_bias(jnp.zeros(8), jnp.arange(8), rate)
+
+
+@pytest.mark.parametrize("rate", [1, 1.0, np.float32(1), jnp.ones((), jnp.bfloat16)])
+def test_a_rate_is_any_number(rate):
+  np.testing.assert_array_equal(step_of(rate), [1, 1, 1, 1, -1, -1, -1, -1])
+
+
 @pytest.mark.parametrize(
   ("function", "error", "message"),
   [
@@ -479,6 +488,11 @@ def test_gate_rejects_a_bias_it_would_not_use():
       ValueError,
       r"bias: expected shape \[E\], got \[2, 8\]",
     ),
+    (lambda: step_of(None), TypeError, "rate: expected a number, got NoneType"),
+    (lambda: step_of("0.1"), TypeError, "rate: expected a number, got str"),
+    (lambda: step_of(True), TypeError, "rate: expected a number, got bool"),
+    (lambda: step_of(jnp.ones(8)), ValueError, r"rate: expected shape \[\], got \[8\]"),
+    (lambda: step_of(jnp.bool_(True)), TypeError, "rate: expected a dtype of kind number"),
   ],
 )
 def test_losses_and_steps_reject(function, error, message):
