@@ -81,7 +81,8 @@ def test_layers_of_named_stacks_keep_both_names(tmp_path):
     stacked([traces.stats_of(traces.loads(s + i)) for i in range(2)]) for s in (0, 9)
   )
   with Recorder(tmp_path) as recorder:
-    recorder.record(0, {"dense": first, "mtp": second}, axes=("layer",))
+    recorder.record(0, {"dense": first}, axes="layer")  # of one axis, its name will do
+    recorder.record(0, {"mtp": second}, axes=["layer"])
   trace = read(tmp_path)
   assert trace.layer_N.tolist() == ["dense 0", "dense 1", "mtp 0", "mtp 1"]
   np.testing.assert_array_equal(trace.load_NGE[3], traces.loads(10))
@@ -126,8 +127,6 @@ def test_parts_of_a_trace(tmp_path):
   np.testing.assert_array_equal(part.load_NGE, trace[trace.step_N // 2 == 1].load_NGE)
   odd = read(tmp_path, steps=lambda step_N: step_N % 2 == 1)
   assert set(odd.step_N) == {1, 3, 5}
-  with pytest.raises(ValueError, match="without a stride"):
-    read(tmp_path, steps=slice(0, 4, 2))
   with pytest.raises(TypeError, match="slice, a mask"):
     trace[0]
 
@@ -177,8 +176,58 @@ def test_what_is_recorded_can_be_read(tmp_path):
     recorder.record(2**63 - 1, stats, axes=(), microbatch=2**31 - 1)
   trace = read(folder)
   assert trace.layers == ["0", *names[1:]] and trace.manifest.name == "run ?"
-  assert trace.manifest.metadata["path"] == str(tmp_path)
+  assert trace.manifest.metadata == {"path": str(tmp_path), "\u00e9": [None, {"x": "Infinity"}]}
   json.dumps(summarise(trace))
+
+
+def test_the_manifest_is_json_whatever_the_metadata(tmp_path):
+  """Which has no NaN. Other programs read it too, numbers as numbers."""
+  metadata = {
+    "loss": float("nan"),
+    "bounds": [-np.inf, np.float32(np.inf)],
+    "width": np.int64(64),
+    "rate": jnp.float32(0.5),
+    "model": types.MappingProxyType({"top_k": np.uint8(2)}),
+    "dtype": jnp.dtype("bfloat16"),
+  }
+  with Recorder(tmp_path, metadata=metadata) as recorder:
+    recorder.record(0, traces.stats_of(traces.loads(0)), axes=())
+
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  values = json.loads((tmp_path / files.MANIFEST).read_text(), parse_constant=refuse)
+  assert values["metadata"] == {
+    "loss": "NaN",
+    "bounds": ["-Infinity", "Infinity"],
+    "width": 64,
+    "rate": 0.5,
+    "model": {"top_k": 2},
+    "dtype": "bfloat16",
+  }
+
+
+@pytest.mark.parametrize(
+  ("steps", "error", "message"),
+  [
+    (3, TypeError, "steps: expected a slice or a function, got int"),
+    (slice("a", None), TypeError, "steps: expected numbers in the slice, got str"),
+    (slice(None, [2]), TypeError, "steps: expected numbers in the slice, got list"),
+    (slice(0, 4, 2), ValueError, "steps: expected a slice without a stride"),
+  ],
+)
+def test_wrong_steps(tmp_path, steps, error, message):
+  with pytest.raises(error, match=message):
+    read(tmp_path, steps=steps)
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path):
+  file = tmp_path / "file"
+  file.write_text("")
+  with pytest.raises(FileExistsError, match="file: expected a folder to write in, got: a file"):
+    Recorder(file)
+  with pytest.raises(NotADirectoryError, match=r"trace: expected a folder to write in, got: Not"):
+    Recorder(file / "trace")
 
 
 def test_a_folder_without_rights(tmp_path):

@@ -25,7 +25,15 @@ def test_wrong_arguments(tmp_path):
     Recorder(tmp_path, every=0)
   with pytest.raises(ValueError, match="flush_seconds: expected at least 0, got -1"):
     Recorder(tmp_path, flush_seconds=-1)
+  with pytest.raises(TypeError, match="config: expected a BalanceConfig, got int"):
+    Recorder(tmp_path, config=3)  # pyright: ignore[reportArgumentType]
+  with pytest.raises(TypeError, match="metadata: expected a Mapping, got int"):
+    Recorder(tmp_path, metadata=3)  # pyright: ignore[reportArgumentType]
   with Recorder(tmp_path) as recorder:
+    with pytest.raises(TypeError, match="axes: expected a str or a tuple of them, got 3"):
+      recorder.record(0, stats, axes=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"axes: expected distinct names .* got \('step',\)"):
+      recorder.record(0, stats, axes="step")
     with pytest.raises(ValueError, match=r"axes: expected the 0 leading axes .* got \('group',\)"):
       recorder.record(0, stats)
     with pytest.raises(ValueError, match="axes: expected distinct names"):
@@ -66,7 +74,8 @@ def test_a_call_that_is_refused_keeps_nothing(tmp_path):
       (0, {"a": stats}, -1, ValueError, r"microbatch: expected a value in \[0, "),
       (2**63, {"a": stats}, 0, ValueError, "step: expected a value in"),
       (-1, {"a": stats}, 0, ValueError, r"step: expected a value in \[0, 9223.*, got -1"),
-      (1.5, {"a": stats}, 0, TypeError, "cannot be interpreted as an integer"),
+      (1.5, {"a": stats}, 0, TypeError, "step: expected an integer, got float"),
+      (1, {"a": stats}, None, TypeError, "microbatch: expected an integer, got NoneType"),
     ):
       with pytest.raises(error, match=message):
         recorder.record(step, layers, microbatch=microbatch, axes=())
@@ -102,6 +111,8 @@ def test_a_closed_recorder_says_so(tmp_path, monkeypatch):
     {"a": "\ud800"},
     {(1, 2): 3},
     {"a": 10**5000},
+    {"a": object()},
+    {"a": [test_wrong_arguments]},
     functools.reduce(lambda x, _: {"x": x}, [0] * 9999),
   ],
 )

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import tempfile
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator
@@ -179,7 +180,21 @@ def narrow(column: np.ndarray) -> np.ndarray:
   return column
 
 
-# --- whole files ------------------------------------------------------------------------------
+# --- the folder, and whole files --------------------------------------------------------------
+
+
+def make_folder(folder: pathlib.Path) -> None:
+  """Makes a folder, unless it is there, and sees that files can be written in it.
+
+  Raises:
+    OSError: they cannot; the message begins with the path.
+  """
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # fails here, not in an hour
+  except OSError as error:
+    got = "a file" if isinstance(error, FileExistsError) else error.strerror or error
+    raise type(error)(f"{folder}: expected a folder to write in, got: {got}") from error
 
 
 @contextlib.contextmanager

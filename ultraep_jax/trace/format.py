@@ -15,8 +15,11 @@ executed. A chunk gets its name only when it is complete and on disk, and is nev
 import dataclasses
 import json
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ultraep_jax.advice import recorded_config
@@ -145,9 +148,37 @@ def check_json(what: str, values: Any) -> None:
     ValueError: they cannot.
   """
   try:
-    json.dumps(values, default=str, ensure_ascii=False).encode()
+    json.dumps(values, ensure_ascii=False).encode()
   except (TypeError, ValueError, RecursionError) as error:
     raise ValueError(f"{what}: expected what JSON can say, got: {error}") from None
+
+
+def as_json(what: str, values: Any) -> Any:
+  """What ``trace.json`` keeps of ``values``.
+
+  JSON has neither NaN nor infinities: they are kept as texts, and so is what has a text, such as a
+  path or a dtype. Scalars of NumPy and JAX are numbers.
+
+  Raises:
+    ValueError: there is no JSON of them, or a text is but an address in memory.
+  """
+  try:
+    plain = json.loads(json.dumps(values, default=_plain), parse_constant=str)
+  except (TypeError, ValueError, RecursionError) as error:
+    raise ValueError(f"{what}: expected what JSON can say, got: {error}") from None
+  check_json(what, plain)
+  return plain
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, np.generic | np.ndarray | jax.Array) and not value.ndim:
+    return value.item()
+  if isinstance(value, Mapping):
+    return dict(value)
+  text = str(value)
+  if re.search(r"\bat 0x[0-9a-f]+", text):
+    raise TypeError(f"{text}, which is an address in memory")
+  return text
 
 
 def shape_of(name: str, count: int, manifest: Manifest) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Reading a trace back, as NumPy arrays or a pandas table."""
 
 import dataclasses
+import numbers
 import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -192,10 +193,12 @@ def read(
 
   Raises:
     TraceError: the folder is no trace of this version, or nothing in it can be read.
+    TypeError: ``steps`` is neither a slice of numbers nor a function.
+    ValueError: the slice has a stride.
   """
   folder = pathlib.Path(path)
-  manifest = disk.read_manifest(folder)
   keep = _mask_of(steps)
+  manifest = disk.read_manifest(folder)
   parts: list[Columns] = []
   problems: list[str] = []
   for file in disk.chunks(folder):
@@ -222,8 +225,13 @@ def _mask_of(
     return steps
   if steps is None:
     return lambda step_N: np.ones(step_N.shape, bool)
+  if not isinstance(steps, slice):
+    raise TypeError(f"steps: expected a slice or a function, got {type(steps).__name__}")
   if steps.step not in (None, 1):
     raise ValueError(f"steps: expected a slice without a stride, got {steps}")
+  for bound in (steps.start, steps.stop):
+    if bound is not None and not isinstance(bound, numbers.Real):
+      raise TypeError(f"steps: expected numbers in the slice, got {type(bound).__name__}")
   low = -np.inf if steps.start is None else steps.start
   high = np.inf if steps.stop is None else steps.stop
   return lambda step_N: (step_N >= low) & (step_N < high)

@@ -2,12 +2,10 @@
 
 import concurrent.futures
 import dataclasses
-import json
 import logging
 import operator
 import os
 import pathlib
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,7 +15,8 @@ import jax
 import numpy as np
 
 from ultraep_jax import advice
-from ultraep_jax.config import BalanceConfig, check_int
+from ultraep_jax.config import BalanceConfig, check_int, check_type
+from ultraep_jax.mesh import axes_of
 from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as form
 from ultraep_jax.trace.choices import check_choices, check_count, write_choices
@@ -89,19 +88,23 @@ class Recorder:
       config: of the layers, to be shown beside the loads.
       token_bytes: of one token's activations, ``D * itemsize``, to show traffic in bytes; of what
         crosses to its experts, if ``BalanceConfig.dispatch_dtype`` is another dtype.
-      metadata: to keep with the trace, JSON.
+      metadata: to keep with the trace, JSON; NaN, infinities, paths and the like as texts.
       every: keep only steps that are a multiple of this.
       flush_seconds: how much a killed run may lose; 0 writes at every call of ``record``.
       flush_bytes: of statistics held in (device) memory before they are written.
 
     Raises:
       ValueError: a number is out of range, or the metadata cannot be JSON.
+      TypeError: the configuration or the metadata is none, or a number is no integer.
       TraceError: the folder has something else than a trace of this version.
       OSError: the folder cannot be made or written to.
     """
     check_int("every", every, minimum=1)
     if not flush_seconds >= 0:
       raise ValueError(f"flush_seconds: expected at least 0, got {flush_seconds}")
+    if config is not None:
+      check_type("config", config, BalanceConfig)
+    check_type("metadata", {} if metadata is None else metadata, Mapping)
     self._folder = pathlib.Path(path)
     self._every, self._flush_seconds, self._flush_bytes = every, flush_seconds, flush_bytes
     self._calls: list[_Call] = []
@@ -113,16 +116,14 @@ class Recorder:
       "config": {} if config is None else _describe(config),
       "metadata": dict(metadata or {}),
     }
-    form.check_json("metadata", values)
     self._about = {
       "name": (self._folder.name if name is None else str(name)).encode(errors="replace").decode(),
       "token_bytes": _integer("token_bytes", token_bytes, 0, 2**31),
-      **json.loads(json.dumps(values, default=str)),
+      **form.as_json("metadata", values),
     }
     if not self._active:
       return
-    self._folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=self._folder).close()  # fails here, not in an hour
+    disk.make_folder(self._folder)
     existing = os.path.lexists(self._folder / disk.MANIFEST)
     self._manifest = disk.read_manifest(self._folder) if existing else None
     numbers = [path.stem.rpartition("-")[2] for path in disk.chunks(self._folder)]
@@ -135,7 +136,7 @@ class Recorder:
     stats: LayerStats | Mapping[str, LayerStats],
     *,
     microbatch: int = 0,
-    axes: Sequence[str] = ("group",),
+    axes: str | Sequence[str] = ("group",),
     expert_index: jax.Array | Mapping[str, jax.Array] | None = None,
   ) -> None:
     """Keeps the statistics of one step, or of one microbatch of it, to be written.
@@ -145,7 +146,8 @@ class Recorder:
       stats: of each layer by name, or of one layer (or a stack of them, with axes). The layers of
         a stack are named by its name and their index in it, as far as there are these.
       microbatch: within the step.
-      axes: the leading axes of the statistics, of ``"layer"``, ``"microbatch"`` and ``"group"``.
+      axes: the leading axes of the statistics, of ``"layer"``, ``"microbatch"`` and ``"group"``, or
+        the one.
         ``sharded_moe`` and the modules add a group axis; a ``scan`` puts its own before it, e.g.
         ``("microbatch", "group")``. For ``moe`` inside your own ``shard_map`` say ``()``.
       expert_index: ``[..., K]`` integers, the experts that every token chose, by layer as
@@ -163,7 +165,8 @@ class Recorder:
     self._check_open()
     step = _integer("step", step, 0, 2**63)
     microbatch = _integer("microbatch", microbatch, 0, 2**31)
-    axes = tuple(axes)
+    given: Any = tuple(axes) if isinstance(axes, list) else axes
+    axes = axes_of(given, "axes")
     if len(set(axes)) != len(axes) or not set(axes) <= set(_AXES):
       raise ValueError(f"axes: expected distinct names of {_AXES}, got {axes}")
     if not self._active or step % self._every:
@@ -338,7 +341,10 @@ def _rows(call: _Call, stats: LayerStats) -> Columns:
 
 def _integer(name: str, value: Any, least: int, bound: int) -> int:
   """Of Python, NumPy or JAX."""
-  number = operator.index(value)
+  try:
+    number = operator.index(value)
+  except TypeError as error:
+    raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from error
   if not least <= number < bound:
     raise ValueError(f"{name}: expected a value in [{least}, {bound}), got {number}")
   return number
