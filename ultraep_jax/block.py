@@ -105,7 +105,7 @@ def measured_block(
   gating, config, activation, dtype, axis_name, token_axes, layout = block
   checks.check_config(config)
   check_mesh(axis_name, gating.num_experts)
-  _check_tokens(x, mask, params["router"].shape[0])
+  checks.check_tokens(x, mask, params["router"].shape[0])
   if expert_index is not None:
     gating_lib.check_choices(expert_index, (*x.shape[:-1], gating.num_experts_per_tok))
   x = x if dtype is None else x.astype(dtype)
@@ -128,10 +128,8 @@ def measured_block(
   )
   y = _times(y, params, "latent_up")
   if "shared_wo" in params:
-    shared = _shared_experts(params, x, layout, activation)
-    if mask is not None and "shared_wo_bias" in params:  # else zeros in, zeros out
-      shared = jnp.where(mask[..., None], shared, jnp.zeros((), shared.dtype))
-    y += shared
+    shared = {name: leaf for name, leaf in params.items() if name.startswith("shared_")}
+    y += _shared_experts(shared, x, mask, layout, activation)
   return y, routed, measured
 
 
@@ -146,8 +144,10 @@ def _times(x: Array, params: dict[str, Array], name: str) -> Array:
   return jnp.matmul(x, params[name].astype(x.dtype)) if name in params else x
 
 
+# Compiled as a whole when called eagerly, as in a notebook; in line in a caller's program.
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
 def _shared_experts(
-  params: dict[str, Array], x: Array, layout: Layout, activation: Activation
+  params: dict[str, Array], x: Array, mask: Array | None, layout: Layout, activation: Activation
 ) -> Array:
   """What every token gets, however it is routed."""
   experts = jax.tree.map(
@@ -158,7 +158,10 @@ def _shared_experts(
     hidden = [_plus(h, bias) for h, bias in zip(hidden, experts.projection_biases, strict=True)]
   y = jnp.matmul(activations.inner(hidden, layout, activation), experts.wo)
   y = y if experts.wo_bias is None else _plus(y, experts.wo_bias)
-  return jax.nn.sigmoid(_times(x, params, "shared_gate")) * y if "shared_gate" in params else y
+  y = jax.nn.sigmoid(_times(x, params, "shared_gate")) * y if "shared_gate" in params else y
+  if mask is None or experts.wo_bias is None:  # zeros in, zeros out
+    return y
+  return jnp.where(mask[..., None], y, jnp.zeros((), y.dtype))
 
 
 def _plus(x: Array, bias: Array) -> Array:
@@ -171,6 +174,8 @@ class _Router(NamedTuple):
   selection_bias_E: Array | None
 
 
+# Compiled like the shared experts.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
 # Backward makes the float32 tokens and the masks of [T, K, E] again rather than keep them.
 @functools.partial(jax.checkpoint, static_argnums=(4, 5, 6))
 def _route(
@@ -203,7 +208,7 @@ def _route(
   )
 
 
-# Compiled as a whole when called eagerly, as in a notebook.
+# One function of a program, however many layers alike call it.
 @functools.partial(jax.jit, static_argnames=("gating", "implementation", "token_axes"))
 def _choose(
   logits: Array,
@@ -389,11 +394,3 @@ def check_mesh(axis_name: AxisName, num_experts: int) -> None:
       f"num_experts: expected a multiple of the {num_ranks} ranks of mesh axis "
       f"{axis_name!r}, got {num_experts}"
     )
-
-
-def _check_tokens(x: Array, mask: Array | None, embed_dim: int) -> None:
-  checks.check_array("x", x, None, jnp.floating)
-  if x.ndim < 2 or x.shape[-1] != embed_dim:
-    raise ValueError(f"x: expected shape [..., {embed_dim}] with token axes, got {x.shape}")
-  if mask is not None:
-    checks.check_array("mask", mask, x.shape[:-1], jnp.bool_)

@@ -237,6 +237,20 @@ def check_layer(
   check_expert_index(expert_index, num_experts)
 
 
+def check_tokens(x: Array, mask: Array | None, embed_dim: int) -> None:
+  """Checks what a Flax module is called with.
+
+  Raises:
+    ValueError: another shape.
+    TypeError: no array, or a wrong dtype.
+  """
+  check_array("x", x, None, jnp.floating)
+  if x.ndim < 2 or x.shape[-1] != embed_dim:
+    raise ValueError(f"x: expected shape [..., {embed_dim}] with token axes, got {x.shape}")
+  if mask is not None:
+    check_array("mask", mask, x.shape[:-1], jnp.bool_)
+
+
 def check_inner_axis(
   weights: ExpertWeights,
   activation: Activation,
