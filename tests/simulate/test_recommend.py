@@ -8,6 +8,7 @@ import pytest
 import traces
 from command_line import run
 
+from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.replay import recorded_shape, trace_setting
 from ultraep_jax.trace import Recorder, read
@@ -15,10 +16,17 @@ from ultraep_jax.trace import Recorder, read
 WIDE = {"embed_dim": 4096, "expert_dim": 1536, "top_k": 2, "moe_layers": 3, "name": "wide"}
 
 
-def write(path, model: object = None, steps: int = 4, tokens: int = 64, layers: int = 1) -> str:
+def write(
+  path,
+  model: object = None,
+  steps: int = 4,
+  tokens: int = 64,
+  layers: int = 1,
+  config: BalanceConfig = traces.CONFIG,
+) -> str:
   """A trace of layers whose busiest rank has twice the mean."""
   metadata = {} if model is None else {"model": model}
-  with Recorder(path, config=traces.CONFIG, metadata=metadata) as recorder:
+  with Recorder(path, config=config, metadata=metadata) as recorder:
     for step in range(steps):
       stats = traces.stats_of(traces.loads(step) * tokens)
       recorder.record(step, {f"layer{i}": stats for i in range(layers)}, axes=())
@@ -101,6 +109,13 @@ def test_slots_are_recommended_that_make_the_load_even(tmp_path, capsys):
   assert most["memory_mb"] == pytest.approx(2 * 3 * 4096 * 1536 * 4e-6)
   assert some["memory_mb"] == pytest.approx(most["memory_mb"] / 2)
   assert answer["advice"].startswith("replica_slots=") and "→ 1.00" in answer["advice"]
+
+
+def test_layers_of_another_strategy_are_told_to_change_it(tmp_path, capsys):
+  config = dataclasses.replace(traces.CONFIG, strategy="none")
+  folder = write(tmp_path / "trace", WIDE, tokens=4096, config=config)
+  _, said, _ = run(capsys, "recommend", folder, "--device", "h200")
+  assert 'advice: strategy="quota", replica_slots=' in said
 
 
 def test_what_cannot_run_kernels_is_weighed_in_plain_jax(tmp_path, capsys):

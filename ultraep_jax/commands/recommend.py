@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     row["saved_ms_a_step"] = row.pop("saved_ms_a_layer") / share
     gradient_bytes = 0 if args.prefill else _COPY_BYTES
     row["memory_mb"] = row["slots"] * shape.expert_params * 1e-6 * (_COPY_BYTES + gradient_bytes)
-  advice = _advice(rows, device.name)
+  advice = _advice(rows, device.name, trace.manifest.config.get("strategy", "quota"))
   if args.json:
     about = {"device": device.name, "layer": device.layer, "notes": notes}
     print(json.dumps({**about, "slots": rows, "advice": advice}, indent=2))
@@ -113,13 +113,14 @@ def _row(trace: Trace, slots: int, outcomes: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _advice(rows: list[dict[str, Any]], device: str) -> str:
+def _advice(rows: list[dict[str, Any]], device: str, recorded: str) -> str:
   best = min(row["layer_ms"] for row in rows)
   chosen = next(row for row in rows if row["layer_ms"] <= best * (1 + _NEAR))
   if not chosen["slots"]:
     return f'at these sizes no copies save time on {device}: strategy="none" is the fastest'
+  by_quota = "" if recorded == "quota" else 'strategy="quota", '
   return (
-    f"replica_slots={chosen['slots']}: imbalance {rows[0]['imbalance_mean']:.2f} → "
+    f"{by_quota}replica_slots={chosen['slots']}: imbalance {rows[0]['imbalance_mean']:.2f} → "
     f"{chosen['imbalance_mean']:.2f}, about {chosen['saved_ms_a_step']:.2f} ms saved a step on "
     f"{device}"
   )
