@@ -33,6 +33,7 @@ def reduce_replicas(
   *,
   axis_name: AxisName,
   tuning: TransferTuning | None = None,
+  work: Array | None = None,
 ) -> list[Array]:
   """Adds every replica slot's gradient to its expert's home gradient; adjoint of ``replicate``.
 
@@ -79,6 +80,7 @@ def reduce_replicas(
     axis_name: the expert mesh axis, of size G.
     tuning: workers and tiles; must be the same on all ranks. ``None``: the default, with an inbox
       of 1 GiB at most (see ``bounded_inbox``).
+    work: the list of ``transfer_lists``, if there is one.
 
   Returns:
     The homes with the gradients of all replicas added.
@@ -95,6 +97,7 @@ def reduce_replicas(
     parent_GS,
     axis_name=axis_name,
     tuning=tuning,
+    work=work,
   )
   return list(homes) if transfer is None else transfer.launch()
 

@@ -70,6 +70,7 @@ def replicate(
   axis_name: AxisName,
   tuning: TransferTuning | None = None,
   home_rows_G: Array | None = None,
+  work: Array | None = None,
 ) -> list[Array]:
   """Fills every rank's replica slots with copies of their experts' arrays, bit for bit.
 
@@ -102,6 +103,7 @@ def replicate(
     home_rows_G: ``[G]`` int32, the same on all ranks, rows that each rank has to compute before
       it needs copies. Experts for ranks with few go first, and of a rank those of its first slots,
       in turns: all in one, they would all arrive at the end. ``None``: one turn.
+    work: the list of ``transfer_lists``, if there is one; ``home_rows_G`` then tells nothing.
 
   Returns:
     An ``[S, ...]`` array for each of ``arrays``. Empty slots are not written: they hold anything,
@@ -119,6 +121,7 @@ def replicate(
     axis_name=axis_name,
     tuning=tuning or TransferTuning(),
     home_rows_G=home_rows_G,
+    work=work,
   )
   if transfer is None:
     num_slots = replica_expert_GS.shape[1]

@@ -150,6 +150,8 @@ def test_lowers_for_gpus(name, data, form, changes):
   with jax.set_mesh(mesh):
     apply = functools.partial(uep.sharded_moe, config=config, activation=activation)
     traced = gradients(apply).trace(x, index, gate, in_form(weights, **form))
+  outside = {eqn.primitive.name for eqn in equations(traced.jaxpr, in_kernels=False)}
+  assert "axis_index" not in outside
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
   names = [kernel.params["name"] for kernel in kernels(traced.jaxpr)]
   # Forward needs copies of biases before its first tile; all others ride.

@@ -145,7 +145,7 @@ def test_training_sends_copies_twice_and_gradients_home(beside, fused, dtype, sl
   # Of copies 1.73 times as much may travel as that lasts, of gradients 1.15 times.
   together = 2 if fused else 1
   limits = [(2 * sent + home) / row, together * (sent / 3 + 10.6e-6) / matmul / 1.73]
-  limits.append((home + 1.5e-5) / matmul / 3 / 1.15)
+  limits += [(home + 1.5e-5) / matmul / 3 / 1.15, got.plan.link_rows]  # and as many as forward
   link_rows = round(max(limits)) if beside else 0
   assert got.training == PlanCost(round(delay / row), 1000, link_rows, round(0.7 * slots / row))
 

@@ -25,7 +25,7 @@ _SEARCHED = 2  # times all its costs, what it must gain where no kernel plans
 _RARE = 6  # times what a likely load must gain, what one must that is far from likely
 _STEPS_PER_COPY = 1.6  # docs/lab/portable.md, Kernels with portable transfers
 # What a copy travels longer than its bytes do, beside forward's matmuls: with copies of 6 and 9 MB
-# these end as if links gave 230 to 250 GB/s (docs/lab/layer.md, Plans for fewer tokens).
+# those of an H200 end as if links gave 230 to 250 GB/s (docs/lab/layer.md, Plans for fewer tokens).
 _COPY_MORE = 8e-6
 # Fits of when more copies delay three models than their rows did (docs/lab/layer.md, What backward
 # hides): how much more than a matmul lasts may travel beside it, and what each matrix takes more.
@@ -232,7 +232,8 @@ def cost_on(
       return PlanCost(round(copy / row), capacity, link_rows, round(_GROUP_EXPOSED * group / row))
     return PlanCost(round((copy + group) / row), capacity, link_rows)
 
-  plan = rounded((travelling + _COPY_MORE) / row)
+  forward = (travelling + _COPY_MORE) / row
+  plan = rounded(forward)
   shape, home = (width, inner, "backward", weights.num_matrices), grad_bytes(weights)
   backward, gradients = row_seconds(matmuls, *shape), home / links["reduce_rate"]
   row += backward
@@ -248,8 +249,8 @@ def cost_on(
   projections *= (matrices - 1) / len(weights.projections)
   projections /= more * backward / (2 * matrices)
   more, seconds = _GRADIENTS
-  limits = travelling / row, projections, (gradients + matrices * seconds) / (more * backward / 2)
-  training = rounded(max(limits))
+  homeward = (gradients + matrices * seconds) / (more * backward / 2)
+  training = rounded(max(forward, travelling / row, projections, homeward))
   return LayerCost(plan, fixed_rows, training, planning, read_rows)
 
 

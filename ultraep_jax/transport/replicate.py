@@ -29,6 +29,7 @@ def replicate[T](
   domain_size: int | None = None,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
+  work: Array | None = None,
 ) -> T:
   """Fills every rank's replica slots with copies of their experts' arrays.
 
@@ -40,6 +41,7 @@ def replicate[T](
     domain_size: ranks per domain; copies stay inside. ``None``: all ranks.
     implementations: what to try, in order.
     tunings: how kernels are laid out.
+    work: what kernels send and await, if it is known already.
 
   Returns:
     The same pytree of ``[S, ...]`` arrays; empty slots may hold anything, NaN included.
@@ -56,6 +58,7 @@ def replicate[T](
       parent_GS,
       axis_name=axis_name,
       tuning=_tuning(tunings, "replicate", leaves),
+      work=work,
     )
     return jax.tree.unflatten(tree, copies)
 
@@ -77,6 +80,7 @@ def reduce_replicas[T](
   domain_size: int | None = None,
   implementations: Implementations = ("portable",),
   tunings: Tunings = UNTUNED,
+  work: Array | None = None,
 ) -> T:
   """Adds every replica slot's gradient to its expert's home gradient, in a fixed order.
 
@@ -92,6 +96,7 @@ def reduce_replicas[T](
     domain_size: as for ``replicate``.
     implementations: as for ``replicate``.
     tunings: as for ``replicate``.
+    work: as for ``replicate``.
 
   Returns:
     The home gradients with all replicas' added.
@@ -110,6 +115,7 @@ def reduce_replicas[T](
       parent_GS,
       axis_name=axis_name,
       tuning=_tuning(tunings, "reduce", sent),
+      work=work,
     )
     return jax.tree.unflatten(tree, sums)
 
@@ -140,7 +146,8 @@ class Replicas:
     implementations: what to try, in order.
     tunings: how kernels are laid out.
     rank: this rank along the axis.
-    lists: what kernels send and await, if it is known already.
+    lists: what kernels send and await, if it is known already. Of copies, the last list has one
+      turn, for arrays that all arrive before they are needed.
     known: the copies, once they are there.
   """
 
@@ -174,6 +181,7 @@ class Replicas:
       domain_size=self.domain_size,
       implementations=self.implementations,
       tunings=self.tunings,
+      work=None if self.lists is None else self.lists.copying[-1],
     )
 
   def copying(
@@ -212,6 +220,7 @@ class Replicas:
       domain_size=self.domain_size,
       implementations=self.implementations,
       tunings=self.tunings,
+      work=None if self.lists is None else self.lists.reducing,
     )
 
   def reducing(
