@@ -111,8 +111,9 @@ def _dispatch_scaled(tokens: Array, scales: Array, dest: Array, row: Array) -> k
   )
 
 
-def _gather(load: Array) -> kernels.Gathered:
-  return kernels.gather(load, axis_name=AXIS)
+def _gather(load: Array) -> tuple[Array, Array]:
+  loads, rank = kernels.gather(load, axis_name=AXIS)
+  return loads, rank[None]  # a scalar has no axis for the mesh
 
 
 def _combine(rows: Array, gate: Array, dest: Array, row: Array) -> Array:
