@@ -1,6 +1,6 @@
 """Draws the charts of the documentation: ``python tests/make_figures.py``.
 
-The charts of ``docs/lab/layer.md`` are of the tables there, so that no number stands in two places.
+They are of tables in ``docs/results.md`` and ``docs/lab/layer.md``, where alone the numbers stand.
 ``ultraep demo``, ``paper`` and the benches draw the others themselves.
 """
 
@@ -19,17 +19,26 @@ STRATEGIES = ("none", "quota", "ideal")
 def main() -> None:
   """Writes ``docs/images/many_models.png`` and ``layer_h200.png``."""
   argparse.ArgumentParser(description=__doc__).parse_args()
-  text = (ROOT / "docs/lab/layer.md").read_text()
-  draw(many_models(text)).savefig(ROOT / "docs/images/many_models.png", dpi=DPI)
-  plot.draw(layer_times(text)).savefig(ROOT / "docs/images/layer_h200.png", dpi=DPI)
+  models = many_models((ROOT / "docs/results.md").read_text())
+  draw(models).savefig(ROOT / "docs/images/many_models.png", dpi=DPI)
+  layers = layer_times((ROOT / "docs/lab/layer.md").read_text())
+  plot.draw(layers).savefig(ROOT / "docs/images/layer_h200.png", dpi=DPI)
 
 
 def many_models(text: str) -> list[tuple[str, str, list[float]]]:
-  """Model, loads and milliseconds of each row of the table of many models that has all three."""
-  section = text.split("## Many models, default settings")[1].split("\n## ")[0]
-  rows = re.findall(r"^\| ([^,|]+), (zipf|independent) \| (.+?) \|$", section, re.MULTILINE)
-  cells = [(model, loads, rest.replace("*", "").split(" | ")) for model, loads, rest in rows]
-  return [(model, loads, [float(row[i]) for i in (0, 2, 3)]) for model, loads, row in cells]
+  """Model, loads and three times, ms, of each row of the table of one layer on two GPUs.
+
+  Rows of another commit, which stands behind the model's name, are left out.
+  """
+  table = text[text.index("| forward, ms | independent") :].split("\n\n")[0]
+  cells = [line.replace("*", "").split(" | ")[:3] for line in table.splitlines()[2:]]
+  return [
+    (row[0].removeprefix("| "), loads, [float(x) for x in times.split(" / ")])
+    for column, loads in enumerate(("independent", "zipf"), 1)
+    for row in cells
+    if "," not in row[0]
+    for times in [re.sub(r" \(.*?\)", "", row[column])]
+  ]
 
 
 def layer_times(text: str) -> list[dict[str, Any]]:
@@ -59,7 +68,7 @@ def layer_times(text: str) -> list[dict[str, Any]]:
 def draw(rows: list[tuple[str, str, list[float]]]):
   """Times over those of equal loads, a panel for each kind of loads."""
   kinds = list(dict.fromkeys(loads for _, loads, _ in rows))
-  made, axes = figure(len(kinds), 9, 3.6)
+  made, axes = figure(len(kinds), 9, 3.8)
   for ax, kind in zip(axes, kinds, strict=True):
     mine = [(model, times) for model, loads, times in rows if loads == kind]
     for i, strategy in enumerate(STRATEGIES):
@@ -74,9 +83,10 @@ def draw(rows: list[tuple[str, str, list[float]]]):
       ax.bar_label(
         bars, [f"{times[i]:.3g} ms" for _, times in mine], fontsize=6.5, padding=2, rotation=90
       )
-    ax.set_xticks(range(len(mine)), [model.partition(" (")[0] for model, _ in mine], fontsize=9)
+    names = [model for model, _ in mine]
+    ax.set_xticks(range(len(mine)), names, fontsize=8, rotation=20, ha="right")
     ax.set_title(f"Time over that of equal loads, {kind} loads", loc="left", fontsize=10)
-    ax.set_ylim(0, 2.2)
+    ax.set_ylim(0, 2)
     ax.margins(x=0.02)
   legend_above(made, axes[0])
   return made

@@ -151,12 +151,15 @@ def test_broken_links_are_found(tmp_path):
 
 
 def test_the_chart_of_many_models_is_its_table():
-  rows = make_figures.many_models((ROOT / "docs/lab/layer.md").read_text())
-  assert len(rows) == 8 and rows[0] == ("Qwen3-235B (128 experts)", "zipf", [7.05, 4.91, 4.60])
+  text = (ROOT / "docs/results.md").read_text()
+  rows = make_figures.many_models(text)
+  assert len(rows) == 14 and rows[0][:2] == ("Qwen3-30B-A3B", "independent")
+  first = next(line for line in text.splitlines() if line.startswith("| Qwen3-30B-A3B | 2"))
+  assert [f"{x:.2f}" for x in rows[0][2]] == re.findall(r"\d+\.\d{2}(?= /|\*\*| \|)", first)[:3]
   figure = make_figures.draw(rows)
   for ax in figure.axes:
-    assert [text.get_text() for text in ax.get_xticklabels()][1] == "gpt-oss-120b"
-    assert len(ax.patches) == 3 * 4
+    assert [text.get_text() for text in ax.get_xticklabels()][1] == "OLMoE"
+    assert len(ax.patches) == 3 * 7
 
 
 def test_the_chart_of_a_layer_is_its_table():
