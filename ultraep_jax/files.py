@@ -114,7 +114,8 @@ def make_folder(path: pathlib.Path) -> None:
   try:
     path.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise OSError(f"{path}: expected to make it, got: {error.strerror or error}") from error
+    got = error.strerror or error
+    raise type(error)(f"{path}: expected to make it, got: {got}") from error
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

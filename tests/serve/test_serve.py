@@ -274,6 +274,13 @@ def test_a_model_that_cannot_be_traced_fails_the_warm_up(warm):
   with pytest.raises(TypeError, match="model: expected to return a PrefillResult, got NoneType"):
     make_engine(Nothing).start()
 
+  class Silent(Tiny):
+    def __call__(self, batch):
+      return super().__call__(batch)._replace(logits_BRV=None)
+
+  with pytest.raises(TypeError, match="logits_BRV: expected an array, got NoneType"):
+    make_engine(Silent).start()
+
 
 def test_what_no_engine_can_be_made_of_is_refused(warm):
   model, _ = warm

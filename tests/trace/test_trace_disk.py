@@ -207,3 +207,10 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, owner, name, a
     record(recorder, 1)
   assert read(tmp_path).step_N.tolist() == [*kept, 1]
   assert name in ("link", "unlink") or not kept
+
+
+def test_chunks_without_a_manifest_are_no_trace_to_go_on_with(tmp_path):
+  folder = traces.write(tmp_path / "trace", steps=1)
+  (folder / files.MANIFEST).unlink()
+  with pytest.raises(TraceError, match=r"trace: expected trace.json beside its chunks, got none"):
+    Recorder(folder)

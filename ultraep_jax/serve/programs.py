@@ -178,6 +178,8 @@ class Programs:
   def _check(self, result: PrefillResult, batch: PackedBatch) -> None:
     """What the engine needs of a model's results, at trace time."""
     logits, requests = result.logits_BRV, batch.last_BR.shape
+    if not isinstance(logits, jax.Array):
+      raise TypeError(f"logits_BRV: expected an array, got {type(logits).__name__}")
     if logits.ndim != 3 or logits.shape[:2] != requests or logits.dtype != jnp.float32:
       raise ValueError(
         f"logits_BRV: expected float32 [{requests[0]}, {requests[1]}, V], "

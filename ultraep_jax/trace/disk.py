@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator
@@ -80,6 +79,19 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     ) from None
 
 
+def manifest_there(folder: pathlib.Path) -> Manifest | None:
+  """Reads ``trace.json`` if a trace has begun in the folder.
+
+  Raises:
+    TraceError: as `read_manifest`, or there are chunks of a trace without one.
+  """
+  if os.path.lexists(folder / MANIFEST):
+    return read_manifest(folder)
+  if chunks(folder):
+    raise TraceError(f"{folder}: expected {MANIFEST} beside its chunks, got none")
+  return None
+
+
 def _what_it_is(folder: pathlib.Path) -> str:
   if not folder.exists():
     return f"{folder}: expected the folder of a trace, got nothing there"
@@ -98,6 +110,12 @@ def _what_it_is(folder: pathlib.Path) -> str:
 def chunks(folder: pathlib.Path) -> list[pathlib.Path]:
   """The chunks, in the order of writing."""
   return sorted(folder.glob(CHUNKS))
+
+
+def next_chunk(folder: pathlib.Path) -> int:
+  """A number that is greater than those of all chunks."""
+  numbers = [path.stem.rpartition("-")[2] for path in chunks(folder)]
+  return max((int(n) + 1 for n in numbers if n.isdecimal()), default=0)
 
 
 def write_chunks(folder: pathlib.Path, index: int, columns: Columns) -> int:
@@ -181,20 +199,6 @@ def narrow(column: np.ndarray) -> np.ndarray:
 
 
 # --- the folder, and whole files --------------------------------------------------------------
-
-
-def make_folder(folder: pathlib.Path) -> None:
-  """Makes a folder, unless it is there, and sees that files can be written in it.
-
-  Raises:
-    OSError: they cannot; the message begins with the path.
-  """
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # fails here, not in an hour
-  except OSError as error:
-    got = "a file" if isinstance(error, FileExistsError) else error.strerror or error
-    raise type(error)(f"{folder}: expected a folder to write in, got: {got}") from error
 
 
 @contextlib.contextmanager

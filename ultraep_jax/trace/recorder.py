@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import logging
 import operator
-import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from ultraep_jax import advice
 from ultraep_jax.config import BalanceConfig, check_int, check_type
+from ultraep_jax.files import make_folder
 from ultraep_jax.mesh import axes_of
 from ultraep_jax.trace import disk
 from ultraep_jax.trace import format as form
@@ -123,11 +123,9 @@ class Recorder:
     }
     if not self._active:
       return
-    disk.make_folder(self._folder)
-    existing = os.path.lexists(self._folder / disk.MANIFEST)
-    self._manifest = disk.read_manifest(self._folder) if existing else None
-    numbers = [path.stem.rpartition("-")[2] for path in disk.chunks(self._folder)]
-    self._index = max((int(n) + 1 for n in numbers if n.isdecimal()), default=0)
+    make_folder(self._folder)
+    self._manifest = disk.manifest_there(self._folder)
+    self._index = disk.next_chunk(self._folder)
     self._executor = concurrent.futures.ThreadPoolExecutor(1, "ultraep_trace")
 
   def record(
