@@ -14,6 +14,34 @@ def test_a_layer_is_that_of_the_model_of_its_name(name):
   assert model.experts_alone == (model.name not in MODELS)
 
 
+# Billions of weights, as published. Multi-token prediction and small parts are not counted.
+PUBLISHED = {
+  "GLM-4.5-106B": 106,
+  "GLM-4.7": 355,
+  "Qwen3-235B": 235,
+  "DeepSeek-V3": 671,
+  "Kimi-K2": 1026,
+  "Qwen3-30B": 30.5,
+  "gpt-oss-120b": 116.8,
+  "Mixtral-8x7B": 46.7,
+  "OLMoE": 6.92,
+  "MiniMax-M2": 229,
+  "Phi3.5-MoE": 41.9,
+  "DeepSeek-V2-Lite": 15.7,
+  "MoE-288B": 288,
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_model_has_as_many_weights_as_published(model):
+  width = model.embed_dim
+  routed = model.num_experts * (model.expert_params + width)
+  moe = routed + model.attention_params + 3 * width * model.shared_dim
+  dense = model.attention_params + 3 * width * model.dense_dim
+  total = model.moe_layers * moe + model.dense_layers * dense + 2 * width * model.vocabulary
+  assert total / 1e9 == pytest.approx(PUBLISHED[model.name], rel=0.012)
+
+
 def test_upper_case_and_hyphens_do_not_count():
   assert model_named("glm4.5-106b") is model_named("GLM-4.5-106B") is MODELS["GLM-4.5-106B"]
   assert model_named("Qwen3-30B").expert_dim == 768

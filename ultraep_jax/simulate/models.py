@@ -79,9 +79,16 @@ def _grouped_attention(embed_dim: int, heads: int, kv_heads: int, head_dim: int)
   }
 
 
-def _latent_attention(embed_dim: int, heads: int) -> dict[str, int]:
-  """DeepSeek's multi-head latent attention: ranks 1536 and 512, heads of 128 + 64 and 128."""
-  query = embed_dim * 1536 + 1536 * heads * 192
+def _latent_attention(embed_dim: int, heads: int, query_rank: int = 0) -> dict[str, int]:
+  """DeepSeek's multi-head latent attention, keys and values of rank 512, heads of 128 + 64 and 128.
+
+  Args:
+    embed_dim: D.
+    heads: of queries.
+    query_rank: of these; 0: they are projected at once.
+  """
+  inner = heads * 192
+  query = (embed_dim + inner) * query_rank if query_rank else embed_dim * inner
   key_value = embed_dim * (512 + 64) + 512 * heads * 256
   output = heads * 128 * embed_dim
   return {
@@ -142,7 +149,7 @@ MODELS = {
       expert_dim=2048,
       num_experts=256,
       top_k=8,
-      **_latent_attention(7168, 128),
+      **_latent_attention(7168, 128, 1536),
       shared_dim=2048,
       dense_layers=3,
       dense_dim=18432,
@@ -156,12 +163,110 @@ MODELS = {
       expert_dim=2048,
       num_experts=384,
       top_k=8,
-      **_latent_attention(7168, 64),
+      **_latent_attention(7168, 64, 1536),
       shared_dim=2048,
       dense_layers=1,
       dense_dim=18432,
       vocabulary=163840,
       source="published config of Kimi-K2",
+    ),
+    ModelShape(
+      name="Qwen3-30B",
+      moe_layers=48,
+      embed_dim=2048,
+      expert_dim=768,
+      num_experts=128,
+      top_k=8,
+      **_grouped_attention(2048, 32, 4, 128),
+      shared_dim=0,
+      dense_layers=0,
+      dense_dim=0,
+      vocabulary=151936,
+      source="published config of Qwen3-30B-A3B",
+    ),
+    ModelShape(
+      name="gpt-oss-120b",
+      moe_layers=36,
+      embed_dim=2880,
+      expert_dim=2880,
+      num_experts=128,
+      top_k=4,
+      **_grouped_attention(2880, 64, 8, 64) | {"context_dim": 64 * 64},
+      shared_dim=0,
+      dense_layers=0,
+      dense_dim=0,
+      vocabulary=201088,
+      source="published config of gpt-oss-120b; half of its layers see 128 tokens, counted as none",
+    ),
+    ModelShape(
+      name="Mixtral-8x7B",
+      moe_layers=32,
+      embed_dim=4096,
+      expert_dim=14336,
+      num_experts=8,
+      top_k=2,
+      **_grouped_attention(4096, 32, 8, 128),
+      shared_dim=0,
+      dense_layers=0,
+      dense_dim=0,
+      vocabulary=32000,
+      source="published config of Mixtral-8x7B",
+    ),
+    ModelShape(
+      name="OLMoE",
+      moe_layers=16,
+      embed_dim=2048,
+      expert_dim=1024,
+      num_experts=64,
+      top_k=8,
+      **_grouped_attention(2048, 16, 16, 128),
+      shared_dim=0,
+      dense_layers=0,
+      dense_dim=0,
+      vocabulary=50304,
+      source="published config of OLMoE-1B-7B",
+    ),
+    ModelShape(
+      name="MiniMax-M2",
+      moe_layers=62,
+      embed_dim=3072,
+      expert_dim=1536,
+      num_experts=256,
+      top_k=8,
+      **_grouped_attention(3072, 48, 8, 128),
+      shared_dim=0,
+      dense_layers=0,
+      dense_dim=0,
+      vocabulary=200064,
+      source="published config of MiniMax-M2",
+    ),
+    ModelShape(
+      name="Phi3.5-MoE",
+      moe_layers=32,
+      embed_dim=4096,
+      expert_dim=6400,
+      num_experts=16,
+      top_k=2,
+      **_grouped_attention(4096, 32, 8, 128),
+      shared_dim=0,
+      dense_layers=0,
+      dense_dim=0,
+      vocabulary=32064,
+      source="published config of Phi-3.5-MoE",
+    ),
+    ModelShape(
+      name="DeepSeek-V2-Lite",
+      moe_layers=26,
+      embed_dim=2048,
+      expert_dim=1408,
+      num_experts=64,
+      top_k=6,
+      **_latent_attention(2048, 16),
+      shared_dim=2816,
+      dense_layers=1,
+      dense_dim=10944,
+      vocabulary=102400,
+      source="published config of DeepSeek-V2-Lite",
     ),
     ModelShape(
       name="MoE-288B",
