@@ -172,7 +172,7 @@ def test_domains_divide_the_ranks(capsys):
   assert "12 ranks in domains of 6" in out
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b", "64x32x16x4"])
+@pytest.mark.parametrize("name", ["qwen3-next", "64x32x16x4"])
 def test_simulate_takes_models_of_which_a_layer_alone_is_known(name, capsys):
   status, out, err = run(capsys, "simulate", *ONCE, "--ranks", 2, "--model", name)
   assert status == 0, err
