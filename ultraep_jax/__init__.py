@@ -14,7 +14,7 @@ from ultraep_jax.moe import REMAT_NAMES, moe
 from ultraep_jax.planning.plan import plan_quotas
 from ultraep_jax.planning.route import route_tokens
 from ultraep_jax.sharded import sharded_moe
-from ultraep_jax.types import ExpertWeights, LayerStats, Plan, PlanCost, Routes
+from ultraep_jax.types import ExpertWeights, LayerStats, Layout, Plan, PlanCost, Routes
 
 if TYPE_CHECKING:
   from ultraep_jax import linen, nnx
@@ -29,6 +29,7 @@ __all__ = [
   "GatedUnit",
   "GatingConfig",
   "LayerStats",
+  "Layout",
   "Plan",
   "PlanCost",
   "Routes",

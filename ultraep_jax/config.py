@@ -45,8 +45,8 @@ class BalanceConfig:
     capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
       multiple of 8, or of 64 from 1024 rows on. A busier rank takes more rounds, and nothing is
       dropped. By time, a plan that fits is taken first, whatever its copies cost. ``"auto"``:
-      1.25, and more for smaller batches, where copies that only make a plan fit would cost more
-      than they spare (``planning/capacity.py``).
+      2 up to 512 MiB of rows, 1.25 for larger batches, and more for small ones, so that no copies
+      are made only to fit (``planning/capacity.py``).
     domain_size: ranks among which copies of experts are made; they never leave a domain. Domains
       are contiguous. ``"auto"``: the ranks of a node; all of them for a planner that is called
       without a mesh. ``None``: all ranks are one domain.
