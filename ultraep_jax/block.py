@@ -3,7 +3,6 @@
 ``nnx.py`` and ``linen.py`` hold its parameters.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from jax.typing import DTypeLike
 from ultraep_jax import activations, checks
 from ultraep_jax import gating as gating_lib
 from ultraep_jax.activations import Activation
-from ultraep_jax.config import BalanceConfig, Implementation, check_choice, check_int, check_type
+from ultraep_jax.block_params import expert_weights
+from ultraep_jax.config import BalanceConfig, Implementation, check_type
 from ultraep_jax.gating import Gating, GatingConfig
 from ultraep_jax.mesh import (
   axis_size,
@@ -24,17 +24,12 @@ from ultraep_jax.mesh import (
   is_explicit,
   legacy_mesh,
   resolve_token_axes,
-  shard,
 )
 from ultraep_jax.sharded import measured_sharded_moe
 from ultraep_jax.stats import Measured, layer_stats
-from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats, Layout
+from ultraep_jax.types import Array, AxisName, LayerStats, Layout
 
-Initializer = jax.nn.initializers.Initializer
-ROUTER = ("router", "router_bias")  # always float32
-_OF_EXPERTS = tuple(field.name for field in dataclasses.fields(ExpertWeights))
 DEFAULT_CONFIG = BalanceConfig()
-DEFAULT_INIT = jax.nn.initializers.lecun_normal()
 
 
 class Block(NamedTuple):
@@ -47,6 +42,7 @@ class Block(NamedTuple):
   axis_name: AxisName
   token_axes: AxisName | None
   layout: Layout = Layout.APART
+  inner_axis: str | None = None
 
 
 class MoEAux(NamedTuple):
@@ -102,7 +98,7 @@ def measured_block(
   expert_index: Array | None = None,
 ) -> tuple[Array, Routed, Measured]:
   """``apply_moe``, with what ``layer_stats`` makes its statistics of."""
-  gating, config, activation, dtype, axis_name, token_axes, layout = block
+  gating, config, activation, dtype, axis_name, token_axes, layout, inner_axis = block
   checks.check_config(config)
   check_mesh(axis_name, gating.num_experts)
   checks.check_tokens(x, mask, params["router"].shape[0])
@@ -120,23 +116,18 @@ def measured_block(
     _times(x, params, "latent_down"),
     routed.expert_index,
     routed.gate,
-    _expert_weights(params, layout),
+    expert_weights(params, layout),
     config=config,
     axis_name=axis_name,
     token_axes=token_axes,
     activation=activation,
+    inner_axis=inner_axis,
   )
   y = _times(y, params, "latent_up")
   if "shared_wo" in params:
     shared = {name: leaf for name, leaf in params.items() if name.startswith("shared_")}
     y += _shared_experts(shared, x, mask, layout, activation)
   return y, routed, measured
-
-
-def _expert_weights(params: dict[str, Array], layout: Layout, prefix: str = "") -> ExpertWeights:
-  names = (name for name in _OF_EXPERTS if prefix + name in params)
-  fields: Any = {"wi_gate": None, "wi_up": None, "wo": None}
-  return ExpertWeights(**fields | {name: params[prefix + name] for name in names}, layout=layout)
 
 
 def _times(x: Array, params: dict[str, Array], name: str) -> Array:
@@ -151,7 +142,7 @@ def _shared_experts(
 ) -> Array:
   """What every token gets, however it is routed."""
   experts = jax.tree.map(
-    lambda leaf: leaf.astype(x.dtype), _expert_weights(params, layout, "shared_")
+    lambda leaf: leaf.astype(x.dtype), expert_weights(params, layout, "shared_")
   )
   hidden = [jnp.matmul(x, matrix) for matrix in experts.projections]
   if experts.projection_biases:
@@ -280,93 +271,6 @@ def _matmul_in_float32(x: Array, matrix: Array) -> Array:
   return jnp.matmul(x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
 
 
-def param_shapes(
-  embed_dim: int,
-  expert_dim: int,
-  num_experts: int,
-  num_shared_experts: int,
-  *,
-  layout: str = "apart",
-  use_bias: bool = False,
-  use_shared_gate: bool = False,
-  use_router_bias: bool = False,
-  latent_dim: int | None = None,
-) -> dict[str, tuple[int, ...]]:
-  """Names and shapes of the parameters of ``MoE``, whose arguments these are.
-
-  Raises:
-    ValueError: a size out of range, an unknown layout, or a gate without shared experts.
-    TypeError: a size that is no int, or a switch that is no bool.
-  """
-  check_int("embed_dim", embed_dim, minimum=1)
-  check_int("expert_dim", expert_dim, minimum=1)
-  check_int("num_shared_experts", num_shared_experts, minimum=0)
-  check_choice("layout", layout, tuple(map(str, Layout)))
-  check_type("use_bias", use_bias, bool)
-  check_type("use_shared_gate", use_shared_gate, bool)
-  check_type("use_router_bias", use_router_bias, bool)
-  if use_shared_gate and not num_shared_experts:
-    raise ValueError("use_shared_gate: expected num_shared_experts of at least 1, got 0")
-  shapes: dict[str, tuple[int, ...]] = {"router": (embed_dim, num_experts)}
-  if use_router_bias:
-    shapes["router_bias"] = (num_experts,)
-  width = embed_dim
-  if latent_dim is not None:
-    check_int("latent_dim", latent_dim, minimum=1)
-    width = latent_dim
-    shapes |= {"latent_down": (embed_dim, width), "latent_up": (width, embed_dim)}
-  of_one = _expert_shapes(width, expert_dim, Layout(layout), use_bias)
-  shapes |= {name: (num_experts, *shape) for name, shape in of_one.items()}
-  if num_shared_experts:
-    shared_dim = num_shared_experts * expert_dim
-    of_shared = _expert_shapes(embed_dim, shared_dim, Layout(layout), use_bias)
-    shapes |= {f"shared_{name}": shape for name, shape in of_shared.items()}
-  if use_shared_gate:
-    shapes["shared_gate"] = (embed_dim, 1)
-  return shapes
-
-
-def _expert_shapes(
-  width: int, inner: int, layout: Layout, use_bias: bool
-) -> dict[str, tuple[int, ...]]:
-  """Of one expert's parameters, named as in ``ExpertWeights``."""
-  cols = 2 * inner if layout in (Layout.FUSED, Layout.INTERLEAVED) else inner
-  into = ("wi_gate", "wi_up") if layout is Layout.APART else ("wi",)
-  matrices = {**dict.fromkeys(into, (width, cols)), "wo": (inner, width)}
-  biases = {f"{name}_bias": shape[1:] for name, shape in matrices.items()} if use_bias else {}
-  return matrices | biases
-
-
-def init_param(
-  name: str,
-  key: Array,
-  shape: tuple[int, ...],
-  kernel_init: Initializer,
-  param_dtype: DTypeLike,
-  axis_name: AxisName,
-) -> Array:
-  """One ``[in, out]`` matrix, or one per expert over ``axis_name``; of the router in float32.
-
-  Biases are zero. A matrix that holds gate and up is initialised as one of that width.
-  """
-  dtype = jnp.float32 if name in ROUTER else param_dtype
-  if name.endswith("_bias"):
-    return shard(jnp.zeros(shape, dtype), P(*param_axes(name, shape, axis_name)))
-  if name not in _OF_EXPERTS:
-    return kernel_init(key, shape, dtype)
-  # Of the keys, so that no device makes the matrices of other ranks' experts.
-  key_E = shard(jax.random.split(key, shape[0]), P(axis_name))
-  return jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(key_E)
-
-
-def param_axes(
-  name: str, shape: tuple[int, ...], axis_name: AxisName
-) -> tuple[AxisName | None, ...]:
-  """Mesh axes of a parameter: experts over ``axis_name``, all else replicated."""
-  first = axis_name if name in _OF_EXPERTS else None
-  return (first, *[None] * (len(shape) - 1))
-
-
 def check_arguments(
   gating: Any, config: Any, activation: Any, dtype: Any, param_dtype: Any
 ) -> None:
@@ -394,3 +298,18 @@ def check_mesh(axis_name: AxisName, num_experts: int) -> None:
       f"num_experts: expected a multiple of the {num_ranks} ranks of mesh axis "
       f"{axis_name!r}, got {num_experts}"
     )
+
+
+def check_inner(block: Block, shapes: dict[str, tuple[int, ...]]) -> None:
+  """Checks that ``inner_axis``, if there is one, divides the experts of these parameters.
+
+  Raises:
+    ValueError: it does not, or is no axis of the mesh in context without tokens.
+  """
+  if block.inner_axis is None:
+    return
+  mesh = jax.sharding.get_abstract_mesh()
+  structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+  token_axes = resolve_token_axes(mesh, block.axis_name, block.token_axes)
+  weights = expert_weights(structs, block.layout)
+  checks.check_inner_axis(weights, block.activation, mesh, block.inner_axis, token_axes)

@@ -11,13 +11,16 @@ from jax.typing import DTypeLike
 from ultraep_jax.activations import Activation
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
-  DEFAULT_INIT,
   Block,
-  Initializer,
   MoEAux,
   apply_moe,
   check_arguments,
+  check_inner,
   check_mesh,
+)
+from ultraep_jax.block_params import (
+  DEFAULT_INIT,
+  Initializer,
   init_param,
   param_axes,
   param_shapes,
@@ -66,6 +69,7 @@ class MoE(nn.Module):
   use_shared_gate: bool = False
   use_router_bias: bool = False
   latent_dim: int | None = None
+  inner_axis: str | None = None
 
   def __post_init__(self) -> None:
     check_arguments(self.gating, self.config, self.activation, self.dtype, self.param_dtype)
@@ -110,10 +114,6 @@ class MoE(nn.Module):
       use_router_bias=self.use_router_bias,
       latent_dim=self.latent_dim,
     )
-    params = {name: self._param(name, shape) for name, shape in shapes.items()}
-    bias = None
-    if self.gating.use_selection_bias:
-      bias = self.variable("router_state", "selection_bias", self._init_bias)
     block = Block(
       gating=self.gating,
       config=self.config,
@@ -122,7 +122,13 @@ class MoE(nn.Module):
       axis_name=self.axis_name,
       token_axes=self.token_axes,
       layout=Layout(self.layout),
+      inner_axis=self.inner_axis,
     )
+    check_inner(block, shapes)
+    params = {name: self._param(name, shape) for name, shape in shapes.items()}
+    bias = None
+    if self.gating.use_selection_bias:
+      bias = self.variable("router_state", "selection_bias", self._init_bias)
     bias_E = None if bias is None else bias.value
     y, aux = apply_moe(params, x, mask, bias_E, block, expert_index)
     if update_bias is not None:
@@ -133,12 +139,11 @@ class MoE(nn.Module):
     return shard(jnp.zeros(self.gating.num_experts, jnp.float32), P(None))
 
   def _param(self, name: str, shape: tuple[int, ...]) -> Array:
-    axes: Any = param_axes(
-      name, shape, self.axis_name
-    )  # a type that Flax takes and does not declare
+    where = self.axis_name, self.inner_axis
+    axes: Any = param_axes(name, shape, *where)  # a type that Flax takes and does not declare
 
     def init(key: Array) -> Array:
-      value = init_param(name, key, shape, self.kernel_init, self.param_dtype, self.axis_name)
+      value = init_param(name, key, shape, self.kernel_init, self.param_dtype, *where)
       return shard(value, P(*axes))
 
     # Flax's own unboxing asserts shardings that init is about to give, on Explicit meshes.

@@ -8,13 +8,16 @@ from jax.typing import DTypeLike
 from ultraep_jax.activations import Activation
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
-  DEFAULT_INIT,
   Block,
-  Initializer,
   MoEAux,
   apply_moe,
   check_arguments,
+  check_inner,
   check_mesh,
+)
+from ultraep_jax.block_params import (
+  DEFAULT_INIT,
+  Initializer,
   init_param,
   param_axes,
   param_shapes,
@@ -52,7 +55,8 @@ class MoE(nnx.Module):
   ``gating.use_selection_bias``. In another ``layout`` than ``"apart"``,
   ``wi`` of as many columns as ``types.Layout`` says stands for ``wi_gate`` and ``wi_up``, and
   likewise in shared experts. With ``use_bias`` each matrix of an expert has a bias of its columns,
-  such as ``wo_bias``. Replicas that balance the load are no parameters: they appear
+  such as ``wo_bias``. With ``inner_axis`` F of the routed experts is divided over that mesh axis as
+  well. Replicas that balance the load are no parameters: they appear
   in no state, optimizer or checkpoint.
 
   Construction and calls need the mesh in context, all axes Auto or all Explicit. Construct
@@ -101,6 +105,7 @@ class MoE(nnx.Module):
     use_shared_gate: bool = False,
     use_router_bias: bool = False,
     latent_dim: int | None = None,
+    inner_axis: str | None = None,
     rngs: nnx.Rngs,
   ):
     """Creates the parameters, already sharded.
@@ -126,11 +131,13 @@ class MoE(nnx.Module):
         parameter.
       latent_dim: L, the width that tokens cross to their experts in: ``latent_down`` brings them
         there and ``latent_up`` back. ``None``: D, without either.
+      inner_axis: a mesh axis, none of the tokens', that F of the routed experts is divided over, as
+        in tensor parallelism; see ``sharded_moe``.
       rngs: the stream ``params`` is used.
 
     Raises:
-      ValueError: no mesh with ``axis_name`` is in context, it does not divide the experts, or a
-        size is out of range.
+      ValueError: no mesh with ``axis_name`` is in context, it does not divide the experts, the
+        inner axis not their width, or a size is out of range.
       TypeError: an argument has the wrong type, or a dtype is none that the layer computes in.
     """
     check_arguments(gating, config, activation, dtype, param_dtype)
@@ -146,13 +153,6 @@ class MoE(nnx.Module):
       latent_dim=latent_dim,
     )
     check_mesh(axis_name, gating.num_experts)
-    for name, shape in shapes.items():
-      value = init_param(name, rngs.params(), shape, kernel_init, param_dtype, axis_name)
-      setattr(self, name, nnx.Param(value, out_sharding=param_axes(name, shape, axis_name)))
-    if gating.use_selection_bias:
-      bias_E = jnp.zeros(gating.num_experts, jnp.float32)
-      self.selection_bias = SelectionBias(bias_E, out_sharding=(None,))
-    self.param_names = tuple(shapes)
     self.gating = gating
     self.config = config
     self.activation = activation
@@ -160,6 +160,28 @@ class MoE(nnx.Module):
     self.axis_name = axis_name
     self.token_axes = token_axes
     self.layout = layout
+    self.inner_axis = inner_axis
+    check_inner(self._block(), shapes)
+    where = axis_name, inner_axis
+    for name, shape in shapes.items():
+      value = init_param(name, rngs.params(), shape, kernel_init, param_dtype, *where)
+      setattr(self, name, nnx.Param(value, out_sharding=param_axes(name, shape, *where)))
+    if gating.use_selection_bias:
+      bias_E = jnp.zeros(gating.num_experts, jnp.float32)
+      self.selection_bias = SelectionBias(bias_E, out_sharding=(None,))
+    self.param_names = tuple(shapes)
+
+  def _block(self) -> Block:
+    return Block(
+      gating=self.gating,
+      config=self.config,
+      activation=self.activation,
+      dtype=self.dtype,
+      axis_name=self.axis_name,
+      token_axes=self.token_axes,
+      layout=Layout(self.layout),
+      inner_axis=self.inner_axis,
+    )
 
   def __call__(
     self, x: Array, mask: Array | None = None, *, expert_index: Array | None = None
@@ -183,16 +205,7 @@ class MoE(nnx.Module):
     """
     bias = self.selection_bias[...] if self.gating.use_selection_bias else None
     params = {name: getattr(self, name)[...] for name in self.param_names}
-    block = Block(
-      gating=self.gating,
-      config=self.config,
-      activation=self.activation,
-      dtype=self.dtype,
-      axis_name=self.axis_name,
-      token_axes=self.token_axes,
-      layout=Layout(self.layout),
-    )
-    return apply_moe(params, x, mask, bias, block, expert_index)
+    return apply_moe(params, x, mask, bias, self._block(), expert_index)
 
   def update_bias(self, aux: MoEAux, rate: float | Array) -> None:
     """Moves the selection bias one step of ``rate`` towards balance (once per train step).

@@ -113,3 +113,68 @@ def test_switches_are_bools(name):
       MoE(**SIZES | {name: "no"}, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=message):
       LinenMoE(**SIZES | {name: "no"}).init(jax.random.key(0), jnp.ones((4, D)))
+
+
+def tensor_mesh(kind):
+  names = ("data", "expert", "tensor")
+  return jax.make_mesh((1, 2, 2), names, devices=jax.devices()[:4], axis_types=(kind,) * 3)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_inner_width_over_a_mesh_axis(flax, kind):
+  """Parameters are created in parts of E and F; output and gradients are those of whole ones."""
+  options = FORMS["biases, interleaved"] | {"num_shared_experts": 1}
+  x = jax.random.normal(jax.random.key(1), (32, D))
+
+  def run(inner_axis, mesh):
+    with jax.set_mesh(mesh):
+      if flax == "nnx":
+        model = MoE(rngs=nnx.Rngs(0), inner_axis=inner_axis, **SIZES, **options)
+        graph, params = nnx.split(model)
+
+        def apply(params):
+          return nnx.merge(graph, params)(x)[0]
+
+        named = {path[-1]: leaf[...] for path, leaf in nnx.to_flat_state(params)}
+      else:
+        module = LinenMoE(inner_axis=inner_axis, **SIZES, **options)
+        params = meta.unbox(jax.jit(module.init)(jax.random.key(0), x)["params"])
+
+        def apply(params):
+          return module.apply({"params": params}, x)[0]
+
+        named = params
+      specs = {name: leaf.sharding.spec for name, leaf in named.items()}
+      params = jax.tree.map(lambda leaf: leaf + 0.1, params)  # biases begin at zero
+
+      @jax.jit
+      def both(params):
+        return apply(params), jax.grad(lambda params: jnp.sum(apply(params) ** 2))(params)
+
+      return specs, jax.device_get(both(params))
+
+  specs, parts = run("tensor", tensor_mesh(kind))
+  _, whole = run(None, jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2]))
+  P = jax.sharding.PartitionSpec
+  assert specs["wi"] == P("expert", None, "tensor") and specs["wo"][:2] == ("expert", "tensor")
+  assert specs["wi_bias"] == P("expert", "tensor")
+  for part, all_of_it in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(part, all_of_it, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  ("axis", "options", "message"),
+  [
+    ("model", {}, r"inner_axis: expected a mesh axis of \('tensor',\)"),
+    ("expert", {}, r"inner_axis: expected a mesh axis of \('tensor',\)"),
+    ("tensor", {"expert_dim": 5}, "expected F divisible by 2 .mesh axis 'tensor'., got 5"),
+    ("tensor", {"layout": "fused"}, "expected one whose columns can be divided"),
+  ],
+)
+def test_an_inner_axis_that_divides_no_experts_is_refused(axis, options, message):
+  with jax.set_mesh(tensor_mesh(jax.sharding.AxisType.Auto)):
+    with pytest.raises(ValueError, match=message):
+      MoE(**SIZES | options, inner_axis=axis, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+      LinenMoE(**SIZES | options, inner_axis=axis).init(jax.random.key(0), jnp.ones((4, D)))

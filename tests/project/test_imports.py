@@ -36,7 +36,7 @@ ultraep_jax/moe
 ultraep_jax/compute ultraep_jax/simulate ultraep_jax/viewer
 ultraep_jax/stats ultraep_jax/strategies ultraep_jax/trace ultraep_jax/transport
 ultraep_jax/advice
-ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
+ultraep_jax/block_params ultraep_jax/doctor ultraep_jax/gating ultraep_jax/planning
 ultraep_jax/checks ultraep_jax/testing ultraep_jax/top_k
 ultraep_jax/implementation
 ultraep_jax/nodes

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ultraep_jax.block import ROUTER, param_axes, param_shapes
+from ultraep_jax.block_params import ROUTER, param_axes, param_shapes
 from ultraep_jax.mesh import is_explicit
 from ultraep_jax.models.config import ModelConfig
 from ultraep_jax.models.parts import GatedDelta, GroupedQuery, Latent
