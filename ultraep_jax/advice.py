@@ -87,13 +87,38 @@ def of_stats(stats: LayerStats, config: BalanceConfig | None) -> list[str]:
   lines = []
   if invalid := int(flat["invalid"].sum()):
     lines.append(f"router: {invalid} assignments name no expert and were left out")
+  config = BalanceConfig(objective="balance") if config is None else config
   return lines + of_load(
     flat["load_GE"][worst],
     flat["load_after_G"][worst],
-    BalanceConfig(objective="balance") if config is None else config,
+    with_domains(config, flat["load_GE"], flat["load_floor"]),
     slots=flat["replica_expert_GS"].shape[-1],
     rounds=int(flat["rounds"].max()),
   )
+
+
+def with_domains(config: BalanceConfig, load_NGE: np.ndarray, floor_N: np.ndarray) -> BalanceConfig:
+  """The configuration with the domains that loads had, where it leaves them to the mesh.
+
+  They are the largest ones whose bounds are those of the loads. Where loads do not tell, all ranks
+  are one domain: larger ones would not have helped these.
+
+  Args:
+    config: of the layers.
+    load_NGE: ``[N, G, E]``, load matrices.
+    floor_N: ``[N]``, the lowest maximum load that the domains allow each.
+  """
+  if config.domain_size != "auto" or not len(floor_N):
+    return config
+  num_ranks, num_experts = load_NGE.shape[1:]
+  home_NGM = load_NGE.sum(axis=1, dtype=np.int64).reshape(-1, num_ranks, num_experts // num_ranks)
+  home_NG = home_NGM.sum(axis=2)
+  for size in range(num_ranks, 0, -1):
+    if num_ranks % size == 0:
+      busiest_N = home_NG.reshape(len(home_NG), -1, size).sum(axis=2).max(axis=1)
+      if np.array_equal(-(-busiest_N // size), floor_N):
+        return dataclasses.replace(config, domain_size=size)
+  return config
 
 
 def recorded_config(values: dict[str, Any]) -> BalanceConfig:
@@ -153,9 +178,8 @@ def planned_imbalance(load_GE: np.ndarray, config: BalanceConfig, slots: int) ->
 
 def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: int) -> str:
   possible = f"{reached:.2f} was reached and {same:.2f} is possible with {slots} slots"
-  by_quota = f"strategy: {possible} by quota"
   if config.strategy != "quota":  # which may ignore what else is set
-    return by_quota
+    return f"strategy: {possible} by quota"
   if config.target is not None and reached <= config.target * EVEN:
     return f"target: {possible}; target={config.target} stops plans there"
   if config.min_tokens_per_replica > 1:
@@ -165,7 +189,7 @@ def _why_not_taken(reached: float, same: float, config: BalanceConfig, slots: in
       f'objective: {possible}; by "time", more copies would cost more than they save, or the '
       "busiest rank has fewer groups of rows"
     )
-  return by_quota
+  return f"plan: {possible}; is this the layer's configuration?"
 
 
 def _slots_that_help(

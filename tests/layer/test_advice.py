@@ -8,7 +8,8 @@ import pytest
 from ultraep_jax import advice, strategies, testing
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.plan import plan_quotas
-from ultraep_jax.types import LayerStats, Plan, PlanCost
+from ultraep_jax.sharded import sharded_moe
+from ultraep_jax.types import ExpertWeights, LayerStats, Plan, PlanCost
 
 RANKS, EXPERTS = 8, 32
 FLAT = testing.flat_loads(0, EXPERTS, RANKS, tokens=512, top_k=4, ratio=4.0)
@@ -148,7 +149,7 @@ def test_statistics_advise_on_their_least_even_group():
   even = testing.balanced_loads(0, EXPERTS, RANKS, 512, 4)
   lines = layer_stats(np.stack([even, FLAT])).advice(BalanceConfig(objective="balance"))
   assert lines[0] == "router: 4 assignments name no expert and were left out"
-  assert lines[1].startswith("strategy: 4.00 was reached")
+  assert lines[1].startswith("plan: 4.00 was reached")
   assert layer_stats(even[None]).advice()[1].startswith("even")
 
 
@@ -226,4 +227,40 @@ def test_while_tracing_there_are_shapes_alone():
   assert (
     repr(jax.tree.map(lambda _: None, shapes))
     == "Plan(replica_expert=None, quota=None, parent=None)"
+  )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_domains_that_a_mesh_settled_are_found_by_what_loads_were_allowed(size):
+  load_NGE = np.stack([testing.flat_loads(seed, EXPERTS, RANKS, 512, 4, 4.0) for seed in range(2)])
+  home_NG = load_NGE.sum(axis=1).reshape(2, RANKS, -1).sum(axis=2)
+  floor_N = -(-home_NG.reshape(2, -1, size).sum(axis=2).max(axis=1) // size)
+  found = advice.with_domains(BalanceConfig(), load_NGE, floor_N)
+  assert found.domain_of(RANKS) == size
+  assert advice.with_domains(BalanceConfig(domain_size=2), load_NGE, floor_N).domain_size == 2
+  even_NGE = np.full((1, RANKS, EXPERTS), 3)
+  assert advice.with_domains(BalanceConfig(), even_NGE, np.array([96])).domain_of(RANKS) == RANKS
+  assert advice.with_domains(BalanceConfig(), load_NGE, floor_N + 1) == BalanceConfig()
+
+
+@pytest.mark.parametrize("fields", [{"node_size": 2}, {"domain_size": 2}])
+def test_a_layer_on_nodes_is_told_of_its_domains(fields):
+  load_GE = testing.flat_loads(0, num_experts=32, num_ranks=8, tokens=64, top_k=2, ratio=3.0)
+  index = jnp.asarray(testing.expert_indices(0, load_GE, top_k=2).reshape(-1, 2))
+  weights = ExpertWeights(*[jnp.ones((32, 8, 8))] * 3)
+  config = BalanceConfig(replica_slots=4, objective="balance", **fields)
+  with jax.set_mesh(jax.make_mesh((8,), ("expert",))):
+    x = jnp.ones((len(index), 8))
+    _, stats = sharded_moe(x, index, jnp.ones(index.shape), weights, config=config)
+  (line,) = stats.advice(config)
+  assert line.startswith("domains: copies stay inside them")
+
+
+def test_a_plan_that_the_configuration_does_not_explain():
+  home_G = FLAT.sum(axis=0).reshape(RANKS, -1).sum(axis=1)
+  (line,) = advice.of_load(FLAT, home_G, BalanceConfig(objective="balance"), slots=4)
+  assert (
+    line
+    == "plan: 4.00 was reached and 1.00 is possible with 4 slots; is this the layer's "
+    + ("configuration?")
   )

@@ -126,3 +126,14 @@ def test_command_without_a_trace(tmp_path, capsys):
   assert "expected a trace" in capsys.readouterr().err
   with pytest.raises(SystemExit, match="2"):
     cli.main(["simulate", "--trace", str(tmp_path), "--loads", "a.npy"])
+
+
+def test_domains_that_a_mesh_settled_are_those_of_the_replay(tmp_path):
+  """Recorded on nodes of two: the configuration left the domains to the mesh."""
+  config = uep.BalanceConfig(replica_slots=4, objective="balance", node_size=2)
+  trace = record_layers(tmp_path, config)
+  assert trace.manifest.config["domain_size"] == "auto"
+  setting = sim.trace_setting(trace, MODEL, RATES)
+  assert setting.domain_size == trace.config.domain_size == 2
+  replayed = sim.replay(trace, setting, ("quota",))["quota"]
+  np.testing.assert_allclose(replayed.imbalance.ravel(), trace.imbalance_after_N, rtol=0.02)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_jax.advice import recorded_config
 from ultraep_jax.commands.simulate import add_model, model_of, over_nodes
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
@@ -94,7 +93,7 @@ def _chosen(trace: Trace, most: int) -> np.ndarray:
 def _slots(trace: Trace) -> list[int]:
   """0, 1, 2, 4, …, and as many as make every load even."""
   manifest = trace.manifest
-  domain = recorded_config(manifest.config).domain_of(manifest.num_ranks)
+  domain = trace.config.domain_of(manifest.num_ranks)
   most = slots_that_suffice(manifest.num_experts // manifest.num_ranks * domain, domain)
   powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
   return [0, *powers, most]

@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from ultraep_jax.advice import recorded_config
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import ModelShape
@@ -84,7 +83,7 @@ def trace_setting(trace: Trace, model: ModelShape, device: Device, **changes: An
   manifest, per_rank = trace.manifest, trace.load_NGE.sum(axis=2, dtype=np.int64)
   fields = {
     "num_ranks": manifest.num_ranks,
-    "domain_size": recorded_config(manifest.config).domain_of(manifest.num_ranks),
+    "domain_size": trace.config.domain_of(manifest.num_ranks),
     "tokens": tokens_of(per_rank, model.top_k),
     "replica_slots": manifest.replica_slots,
     "relay": manifest.config.get("transfer") != "direct",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ultraep_jax.advice import recorded_config, with_domains
+from ultraep_jax.config import BalanceConfig
 from ultraep_jax.trace import disk
 from ultraep_jax.trace.format import COLUMNS, Columns, Manifest, TraceError, shape_of
 from ultraep_jax.types import Plan
@@ -73,6 +75,12 @@ class Trace:
     if columns["step_N"].ndim != 1:
       raise TypeError(f"index: expected a slice, a mask or a list of indices, got {index!r}")
     return dataclasses.replace(self, **columns)
+
+  @property
+  def config(self) -> BalanceConfig:
+    """What decided how even plans could be; domains that the mesh settled are found by loads."""
+    recorded = recorded_config(self.manifest.config)
+    return with_domains(recorded, self.load_NGE, self.floor_N)
 
   @property
   def layers(self) -> list[str]:

@@ -394,5 +394,6 @@ def _describe(config: BalanceConfig) -> dict[str, Any]:
   if config.device is not None:
     values["device"] = config.device.name
   if not isinstance(config.strategy, str):
-    values["strategy"] = getattr(config.strategy, "name", getattr(config.strategy, "__name__", "?"))
+    function = getattr(config.strategy, "func", config.strategy)  # of a Partial
+    values["strategy"] = getattr(function, "name", getattr(function, "__name__", "?"))
   return values

@@ -57,7 +57,7 @@ def trace_advice(trace: Trace) -> list[str]:
   return advice.of_load(
     trace.load_NGE[worst],
     trace.after_NG[worst],
-    advice.recorded_config(trace.manifest.config),
+    trace.config,
     slots=trace.manifest.replica_slots,
     rounds=int(trace.rounds_N.max()),
   )
