@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
   try:
     status = command.run(args)
-    sys.stdout.flush()
+    if sys.stdout is not None:  # it may be closed
+      sys.stdout.flush()
     return status
   except UsageError as error:
     chosen: argparse.ArgumentParser = getattr(args, "parser", parser)

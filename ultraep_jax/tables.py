@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 _WRAPPED = 24  # least width of a last column of text
+_AROUND = 3  # spaces of a column, and what divides it from the next
 _WIDE = 200  # columns where nobody sees them wrap: a file or a pipe
 
 
@@ -34,7 +35,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], digits: int =
     numeric = any(isinstance(row[index], int | float) for row in rows)
     last = index == len(header) - 1 and not numeric
     shown.add_column(name, justify="right" if numeric else "left", no_wrap=not last)
-    needed += 2 + (_WRAPPED if last else max(map(len, [name, *(row[index] for row in cells)])))
+    needed += _AROUND + (
+      _WRAPPED if last else max(map(len, [name, *(row[index] for row in cells)]))
+    )
   for row in cells:
     shown.add_row(*row)
   seen = sys.stdout is not None and sys.stdout.isatty()

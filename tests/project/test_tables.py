@@ -24,6 +24,15 @@ def test_no_number_is_cut(columns, monkeypatch):
   assert "…" not in found
 
 
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_no_number_is_cut_where_there_is_no_text(columns, monkeypatch):
+  monkeypatch.setenv("COLUMNS", columns)
+  monkeypatch.setattr(sys, "stdout", Terminal())
+  found = table([f"name {i}" for i in range(12)], [[1234.5 + i for i in range(12)]] * 2)
+  assert all(f"{1234.5 + i:.2f}" in found for i in range(12))
+  assert "…" not in found and len(found.splitlines()) == 4
+
+
 def test_without_an_output(monkeypatch):
   monkeypatch.setattr(sys, "stdout", None)
   assert "1.00" in table(["value"], [[1.0]])

@@ -6,6 +6,7 @@ import html.parser
 import http.client
 import json
 import re
+import socket
 import threading
 import zlib
 
@@ -225,7 +226,18 @@ def test_server_answers_this_machine_only(address):
     assert get(address, host=host)[0] == 403
 
 
-def test_server_listens_on_loopback():
-  server = make_server(lambda: "")
-  assert server.server_address[0] == "127.0.0.1"
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_server_listens_on_loopback(host):
+  if host == "::1" and not has_ipv6():
+    pytest.skip("this machine has no IPv6")
+  server = make_server(lambda: "", *([host] if host == "::1" else []))
+  assert server.server_address[0] == host
   server.server_close()
+
+
+def has_ipv6() -> bool:
+  try:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6):
+      return True
+  except OSError:
+    return False

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import ultraep_jax.bench
 from ultraep_jax.tables import table
-from ultraep_jax.tools.errors import CommandError
+from ultraep_jax.tools.errors import CommandError, UsageError
 
 PASSES_ARGUMENTS_ON = True
 # By name, the module of ``ultraep_jax.bench`` with its ``main``.
@@ -45,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
   """Runs the measurement's ``main``, which reads the program's arguments."""
   if args.name is None and set(args.rest) <= {"--help", "-h"}:
     print(table(["ultraep bench …", "what it does"], [[n, _summary(n)] for n in MEASUREMENTS]))
-    print("\nAll but portable and compile need GPUs, most of them two. Each has --help.")
+    print("\nMost need GPUs, and many of them two. Portable, compile and prefill --model tiny need")
+    print("none. Each has --help.")
     return 0
   if args.name not in MEASUREMENTS:
-    raise CommandError(f"name: expected one of {', '.join(MEASUREMENTS)}, got {args.name!r}")
+    raise UsageError(f"name: expected one of {', '.join(MEASUREMENTS)}, got {args.name!r}")
   module = _module(args.name)
   before = sys.argv
   sys.argv = [f"ultraep bench {args.name}", *args.rest]

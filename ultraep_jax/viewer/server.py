@@ -2,6 +2,7 @@
 
 import http.server
 import ipaddress
+import socket
 from collections.abc import Callable
 
 Page = Callable[[], str]
@@ -43,7 +44,12 @@ def make_server(page: Page, host: str = "127.0.0.1", port: int = 0) -> http.serv
     def log_message(self, format: str, *args: object) -> None:
       """Says nothing: the page is all there is."""
 
-  return http.server.ThreadingHTTPServer((host, port), Handler)
+  class Server(http.server.ThreadingHTTPServer):
+    """Of IPv4, or of IPv6 for such an address."""
+
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+  return Server((host, port), Handler)
 
 
 def _is_loopback(host: str) -> bool:
