@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ultraep_jax.config import check_choice, check_int, check_type
-from ultraep_jax.mesh import shard
+from ultraep_jax.mesh import is_explicit, shard
 from ultraep_jax.types import Array, AxisName, ExpertWeights, Layout
 
 Initializer = jax.nn.initializers.Initializer
@@ -97,7 +97,11 @@ def init_param(
     return kernel_init(key, shape, dtype)
   # Of the keys, so that no device makes the matrices of other ranks' experts.
   key_E = shard(jax.random.split(key, shape[0]), P(axis_name))
-  return shard(jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))(key_E), spec)
+  make = jax.vmap(lambda k: kernel_init(k, shape[1:], dtype))
+  if is_explicit():  # not every kind of keys can be mapped over an Explicit axis
+    mapped: Any = jax.sharding.auto_axes(make, out_sharding=spec)
+    return mapped(key_E)
+  return shard(make(key_E), spec)
 
 
 def param_axes(

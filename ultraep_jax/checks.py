@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from ultraep_jax.activations import Activation, GatedUnit, mixes_columns
@@ -152,14 +153,23 @@ def check_function(activation: Any) -> None:
     raise TypeError(f"activation: expected a function with a hash, got {name} without") from None
 
 
-def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dtype: Any) -> None:
+def check_activation(
+  activation: Any, layout: Layout, shape: tuple[int, ...], dtype: Any, *, explicit: bool = False
+) -> None:
   """Raises unless an activation suits the experts, keeps shapes and needs its arguments alone.
+
+  Args:
+    activation: of the layer.
+    layout: of its experts.
+    shape: of what it is called with.
+    dtype: likewise.
+    explicit: whether it is taken into a ``shard_map`` over Explicit axes.
 
   Raises:
     TypeError: not a function, one without a hash or of another number of arguments, or one that
       returns no floats.
-    ValueError: it closes over a traced array, for which there would be no gradient, or returns
-      another shape.
+    ValueError: it closes over a traced array, for which there would be no gradient, or over any
+      of JAX on Explicit axes, or returns another shape.
   """
   gated = isinstance(activation, GatedUnit)
   function = activation.function if gated else activation
@@ -174,6 +184,11 @@ def check_activation(activation: Any, layout: Layout, shape: tuple[int, ...], dt
       raise ValueError(
         f"activation: expected a function of its argument alone, got one that closes over a traced "
         f"{jax.typeof(value)}"
+      )
+    if explicit and isinstance(value, jax.Array):
+      raise ValueError(
+        "activation: expected numbers of Python or NumPy in a function on Explicit axes, got one "
+        f"that closes over a jax.Array {jax.typeof(value)}"
       )
   check_array("activation's result", out, shape, jnp.floating)
 
@@ -229,7 +244,9 @@ def check_layer(
   check_array("expert_index", expert_index, (*x.shape[:-1], "K"), jnp.integer)
   check_array("gate", gate, expert_index.shape, jnp.floating)
   check_weights(weights, "M" if local else "E", x.shape[-1])
-  check_activation(activation, weights.layout, (8, weights.wo.shape[1]), x.dtype)
+  explicit = not local and AxisType.Explicit in mesh.axis_types
+  columns = 8, weights.wo.shape[1]
+  check_activation(activation, weights.layout, columns, x.dtype, explicit=explicit)
   num_ranks = axis_size(mesh, axis_name)
   tokens = math.prod(x.shape[:-1]) // (1 if local else check_divides(x, mesh, token_axes))
   num_experts = weights.wo.shape[0] * (num_ranks if local else 1)

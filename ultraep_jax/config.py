@@ -128,6 +128,11 @@ class BalanceConfig:
         "strategy: expected a name, a planner function or a Strategy, "
         f"got {type(self.strategy).__name__}"
       )
+    try:
+      hash(self.strategy)
+    except TypeError:
+      got = type(self.strategy).__name__
+      raise TypeError(f"strategy: expected a planner with a hash, got {got} without") from None
 
   def domain_of(self, num_ranks: int) -> int:
     """Ranks of a domain, of so many; ``"auto"`` that no mesh has settled counts as all of them.

@@ -234,7 +234,7 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
 
   Args:
     bias_E: ``[E]`` float.
-    load_E: ``[E]`` int32, assignments of the whole batch.
+    load_E: ``[E]`` integers, assignments of the whole batch; sum those of several.
     rate: size of the step, e.g. 0.001.
 
   Returns:
@@ -242,10 +242,11 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
 
   Raises:
     ValueError: the bias has more axes than one, the load is of other experts, or the rate has axes.
-    TypeError: one of them is no array, the bias no float, or the rate no number.
+    TypeError: one of them is no array, the bias no float, the load no integer, or the rate no
+      number.
   """
   check_array("bias", bias_E, ("E",), jnp.floating)
-  check_array("load", load_E, bias_E.shape, jnp.number)
+  check_array("load", load_E, bias_E.shape, jnp.integer)
   if hasattr(rate, "dtype"):
     check_array("rate", rate, (), jnp.number)
   elif isinstance(rate, bool) or not isinstance(rate, int | float):

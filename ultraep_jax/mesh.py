@@ -75,7 +75,8 @@ def resolve_token_axes(
   check_axis_name(mesh, axis_name)
   if AxisType.Manual in mesh.axis_types:
     raise ValueError(
-      f"mesh: expected no manual axis, got {mesh}; inside shard_map call ultraep_jax.moe"
+      f"mesh: expected no manual axis, got {mesh}; inside a shard_map that {axis_name!r} is manual "
+      "in, too, call ultraep_jax.moe"
     )
   if len(set(mesh.axis_types)) > 1:
     raise ValueError(f"mesh: expected all axes Auto or all Explicit, got {mesh}")

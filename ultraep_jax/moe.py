@@ -69,7 +69,7 @@ def moe(
   if not set(axes_of(axis_name)) <= set(mesh.manual_axes):
     raise ValueError(
       f"axis_name: expected a manual axis of the enclosing shard_map, {mesh.manual_axes}, "
-      f"got {axis_name!r}"
+      f"got {axis_name!r}; make it manual there, or call ultraep_jax.sharded_moe outside"
     )
   check_axis_name(mesh, axis_name)
   if inner_axis is not None and inner_axis not in mesh.manual_axes:

@@ -22,7 +22,7 @@ from ultraep_jax.block_params import (
   param_axes,
   param_shapes,
 )
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, check_type
 from ultraep_jax.gating import GatingConfig, update_selection_bias
 from ultraep_jax.types import Array, AxisName, Layout
 
@@ -141,6 +141,7 @@ class MoE(nnx.Module):
       TypeError: an argument has the wrong type, or a dtype is none that the layer computes in.
     """
     check_arguments(gating, config, activation, dtype, param_dtype)
+    check_type("rngs", rngs, nnx.Rngs)
     shapes = param_shapes(
       embed_dim,
       expert_dim,

@@ -1,11 +1,13 @@
 """The balanced MoE layer on global arrays and the context mesh."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import Partial
 
 from ultraep_jax import nodes
 from ultraep_jax.activations import Activation
@@ -113,11 +115,13 @@ def measured_sharded_moe(
       check_inner_axis(weights, activation, context, inner_axis, axes)
   if mesh is not None:  # its devices are known
     config = nodes.settle(config, mesh, axis_name)
+  config, held = _without_arrays(config)
   return _run(
     x,
     expert_index,
     gate,
     weights,
+    held,
     config=config,
     axis_name=axis_name,
     token_axes=axes,
@@ -125,6 +129,30 @@ def measured_sharded_moe(
     inner_axis=inner_axis,
     mesh=mesh,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+  """Stands for a planner whose arrays are passed apart."""
+
+  planner: Any  # its tree without them
+
+  def __call__(self, *_: Any) -> NoReturn:
+    raise AssertionError("expected the planner with its arrays")
+
+
+def _without_arrays(config: BalanceConfig) -> tuple[BalanceConfig, list[Array]]:
+  """The configuration and the arrays of its planner, which a static one could not hold."""
+  if not isinstance(config.strategy, Partial):
+    return config, []
+  held, planner = jax.tree.flatten(config.strategy)
+  return dataclasses.replace(config, strategy=_Held(planner)), held
+
+
+def _with_arrays(config: BalanceConfig, held: list[Array]) -> BalanceConfig:
+  if not isinstance(config.strategy, _Held):
+    return config
+  return dataclasses.replace(config, strategy=config.strategy.planner.unflatten(held))
 
 
 # Compiled as a whole when called eagerly, as in a notebook.
@@ -137,6 +165,7 @@ def _run(
   expert_index: Array,
   gate: Array,
   weights: ExpertWeights,
+  held: list[Array],
   *,
   config: BalanceConfig,
   axis_name: AxisName,
@@ -151,14 +180,14 @@ def _run(
   by_group, by_rank = PartitionSpec(groups), PartitionSpec(groups, axis_name)
 
   def local(
-    x: Array, expert_index: Array, gate: Array, weights: ExpertWeights
+    x: Array, expert_index: Array, gate: Array, weights: ExpertWeights, held: list[Array]
   ) -> tuple[Array, Measured]:
     y_TD, measured = measured_moe(
       x.reshape(-1, x.shape[-1]),
       expert_index.reshape(-1, expert_index.shape[-1]),
       gate.reshape(-1, gate.shape[-1]),
       weights,
-      config=config,
+      config=_with_arrays(config, held),
       axis_name=axis_name,
       activation=activation,
       inner_axis=inner_axis,
@@ -176,7 +205,7 @@ def _run(
   y, measured = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(by_token, by_token, by_token, by_expert),
+    in_specs=(by_token, by_token, by_token, by_expert, PartitionSpec()),
     out_specs=(by_token, Measured(by_group, by_rank)),  # pyright: ignore[reportArgumentType]
     check_vma=checks_vma(context, (*token_axes, inner_axis)),
   )(
@@ -184,6 +213,7 @@ def _run(
     place(expert_index, by_token),
     place(gate, by_token),
     place(weights, by_expert),
+    place(held, [PartitionSpec()] * len(held)),
   )
   return place(y, jax.typeof(x).sharding.spec), measured
 

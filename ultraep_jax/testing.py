@@ -3,13 +3,17 @@
 The references are slow and plain on purpose: they share no code with what they check.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ultraep_jax.activations import Activation, GatedUnit
 from ultraep_jax.config import BalanceConfig
+from ultraep_jax.mesh import is_explicit
 from ultraep_jax.types import Array, ExpertWeights, Plan
 from ultraep_jax.workloads import ADVERSARIAL_KINDS as ADVERSARIAL_KINDS
 from ultraep_jax.workloads import adversarial_loads as adversarial_loads
@@ -41,7 +45,7 @@ def dense_moe(
     activation: as for ``moe``.
 
   Returns:
-    ``[T, D]`` float32.
+    ``[T, D]`` float32; on Explicit meshes whole on every device.
 
   Raises:
     ValueError: ``expert_index_TK`` or ``gate_TK`` has the wrong shape.
@@ -56,6 +60,10 @@ def dense_moe(
       f"expert_index_TK, gate_TK: expected equal shapes [{x_TD.shape[0]}, K], "
       f"got {expert_index_TK.shape} and {gate_TK.shape}"
     )
+  if is_explicit():  # a scan takes whole experts
+    whole = functools.partial(jax.reshard, out_shardings=PartitionSpec())
+    arguments = x_TD, expert_index_TK, gate_TK, weights
+    x_TD, expert_index_TK, gate_TK, weights = jax.tree.map(whole, arguments)
   x_TD, gate_TK = x_TD.astype(jnp.float32), gate_TK.astype(jnp.float32)
   expert_index_TK = expert_index_TK.astype(jnp.int32)  # narrow ones would wrap around
   num_experts = weights.wo.shape[0]

@@ -225,6 +225,15 @@ def test_the_unchanged_call_is_right(token_axes):
   assert y.shape == (N, D)
 
 
+class Unhashable:
+  """A planner that no program can be kept for."""
+
+  __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+  def __call__(self, *_):
+    raise AssertionError("expected no call")
+
+
 CONFIGS = {
   "negative slots": (
     {"replica_slots": -1},
@@ -286,6 +295,11 @@ CONFIGS = {
     TypeError,
     "strategy: expected a name, a planner function",
   ),
+  "strategy without a hash": (
+    {"strategy": Unhashable()},
+    TypeError,
+    "strategy: expected a planner with a hash, got Unhashable without",
+  ),
   "unknown transfer": ({"transfer": "pigeon"}, ValueError, "transfer: expected one of"),
   "unknown implementation": (
     {"implementation": "triton"},
@@ -315,6 +329,17 @@ def test_config_takes_numbers_of_numpy():
   same = uep.BalanceConfig(replica_slots=2, capacity_factor=1.5)
   assert config == same and hash(config) == hash(same)
   assert (type(config.replica_slots), type(config.capacity_factor)) == (int, float)
+
+
+def test_an_activation_on_explicit_axes_closes_over_no_array():
+  explicit = jax.make_mesh((G,), ("expert",), devices=jax.devices()[:G])
+  with jax.set_mesh(explicit):
+    alpha = jnp.float32(1.7)
+  with (
+    jax.set_mesh(explicit),
+    pytest.raises(ValueError, match=r"closes over a jax.Array float32\[\]"),
+  ):
+    uep.sharded_moe(**arguments() | {"activation": lambda x: x * alpha})
 
 
 def test_kernels_asked_for_by_name_say_what_they_cannot_do():

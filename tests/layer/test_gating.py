@@ -488,6 +488,11 @@ def test_a_rate_is_any_number(rate):
       ValueError,
       r"bias: expected shape \[E\], got \[2, 8\]",
     ),
+    (
+      lambda: gating.update_selection_bias(jnp.zeros(8), jnp.ones(8), 0.1),
+      TypeError,
+      "load: expected a dtype of kind integer, got float32",
+    ),
     (lambda: step_of(None), TypeError, "rate: expected a number, got NoneType"),
     (lambda: step_of("0.1"), TypeError, "rate: expected a number, got str"),
     (lambda: step_of(True), TypeError, "rate: expected a number, got bool"),

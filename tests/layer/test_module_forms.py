@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import meta
+from jax.sharding import AxisType
 
 import ultraep_jax as uep
 from ultraep_jax.gating import GatingConfig, gate
@@ -120,7 +121,7 @@ def tensor_mesh(kind):
   return jax.make_mesh((1, 2, 2), names, devices=jax.devices()[:4], axis_types=(kind,) * 3)
 
 
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_inner_width_over_a_mesh_axis(flax, kind):
   """Parameters are created in parts of E and F; output and gradients are those of whole ones."""
@@ -173,8 +174,28 @@ def test_inner_width_over_a_mesh_axis(flax, kind):
   ],
 )
 def test_an_inner_axis_that_divides_no_experts_is_refused(axis, options, message):
-  with jax.set_mesh(tensor_mesh(jax.sharding.AxisType.Auto)):
+  with jax.set_mesh(tensor_mesh(AxisType.Auto)):
     with pytest.raises(ValueError, match=message):
       MoE(**SIZES | options, inner_axis=axis, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
       LinenMoE(**SIZES | options, inner_axis=axis).init(jax.random.key(0), jnp.ones((4, D)))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_any_kind_of_keys_makes_the_same_parameters_on_any_kind_of_mesh(flax, impl):
+  def made(kind):
+    with jax.set_mesh(jax.make_mesh((2,), ("expert",), (kind,), devices=jax.devices()[:2])):
+      key = jax.random.key(0, impl=impl)
+      if flax == "nnx":
+        return jax.device_get(nnx.state(MoE(rngs=nnx.Rngs(params=key), **SIZES), nnx.Param))
+      return jax.device_get(meta.unbox(LinenMoE(**SIZES).init(key, jnp.ones((4, D)))))
+
+  explicit, auto = (made(kind) for kind in (AxisType.Explicit, AxisType.Auto))
+  jax.tree.map(np.testing.assert_array_equal, explicit, auto)
+
+
+@pytest.mark.parametrize("rngs", [None, 0, "key"])
+def test_nnx_wants_its_rngs(rngs):
+  with pytest.raises(TypeError, match="rngs: expected a Rngs, got"):
+    MoE(**SIZES, rngs=jax.random.key(0) if rngs == "key" else rngs)

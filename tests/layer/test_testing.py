@@ -170,6 +170,16 @@ def test_dense_moe_takes_indices_too_narrow_for_its_experts(dtype, experts):
   assert y.tolist() == [[3.0 if dtype == jnp.int8 else 8.0]]
 
 
+def test_dense_moe_takes_what_an_explicit_mesh_holds():
+  problem = moe_problem(num_experts=3)
+  expected = testing.dense_moe(*problem)
+  mesh = jax.make_mesh((3,), ("expert",), devices=jax.devices()[:3])
+  with jax.set_mesh(mesh):
+    by_expert = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
+    y_TD = testing.dense_moe(*jax.device_put(problem, by_expert))
+  np.testing.assert_allclose(y_TD, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_dense_moe_gradients_equal_finite_differences():
   x_TD, index_TK, gate_TK, weights = moe_problem()
   direction = jax.tree.map(jnp.cos, (x_TD, gate_TK, weights))

@@ -102,7 +102,8 @@ def test_equals_dense_and_runs_the_plan(name, kind):
   assert int(stats.replicas[0]) == int((plan.replica_expert >= 0).sum()) > 0
 
 
-def test_a_training_loop_updates_the_history_without_compiling_again():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_training_loop_updates_the_history_without_compiling_again(kind):
   _, (x, index, gate, weights) = inputs()
   traces = []
 
@@ -114,7 +115,7 @@ def test_a_training_loop_updates_the_history_without_compiling_again():
     return eplb.update(state, stats.expert_load_E, CONFIG, period=2), y, stats
 
   state, replicas = eplb.init(EXPERTS, RANKS, CONFIG), []
-  mesh = jax.sharding.Mesh(jax.devices()[:RANKS], ("expert",))
+  mesh = jax.make_mesh((RANKS,), ("expert",), devices=jax.devices()[:RANKS], axis_types=(kind,))
   state, x = jax.device_put((state, x), NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     for _ in range(4):
@@ -123,6 +124,21 @@ def test_a_training_loop_updates_the_history_without_compiling_again():
   assert len(traces) == 1
   assert replicas[:2] == [0, 0] and min(replicas[2:]) > 0
   assert int(state.age) == 4
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_planner_leaks_no_tracer_and_runs_eagerly(name):
+  """Its arrays are no part of what is static."""
+  load_GE, (x, index, gate, weights) = inputs()
+  mesh = jax.make_mesh((RANKS,), ("expert",), devices=jax.devices()[:RANKS])
+  with jax.set_mesh(mesh), jax.check_tracer_leaks():
+    state = history(load_GE)
+
+    def run(state, x):
+      config = dataclasses.replace(CONFIG, strategy=MODULES[name].planner(state))
+      return uep.sharded_moe(x, index, gate, weights, config=config)[0]
+
+    close(jax.jit(run)(state, x), run(state, x))
 
 
 def test_inside_the_users_shard_map():

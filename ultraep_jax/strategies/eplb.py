@@ -24,6 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from ultraep_jax.config import BalanceConfig, check_int
 from ultraep_jax.planning.fit import num_slots
@@ -111,20 +112,23 @@ def update(
   return History(load_E, age, replica_expert)
 
 
-def planner(state: History):
+def planner(state: History) -> Partial:
   """A planner whose replicas are the history's and whose copies serve equal shares.
 
   Use it inside ``jit``, with the state an argument of the jitted function: the planner itself is
   new with every call, and a configuration that holds it is static.
   """
+  return Partial(eplb, state)
 
-  def eplb(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) -> Plan:
-    del cost
-    replica_expert_GS, load_E = check_history(state, load_GE, config)
-    expert_GS, tokens_GS = placement.split_evenly(load_E, replica_expert_GS)
-    return plan_slots(load_E, expert_GS, tokens_GS, config.transfer)
 
-  return eplb
+def eplb(
+  state: History, load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None
+) -> Plan:
+  """The plan by a history: what ``planner`` binds to it."""
+  del cost
+  replica_expert_GS, load_E = check_history(state, load_GE, config)
+  expert_GS, tokens_GS = placement.split_evenly(load_E, replica_expert_GS)
+  return plan_slots(load_E, expert_GS, tokens_GS, config.transfer)
 
 
 def check_history(state: History, load_GE: Array, config: BalanceConfig) -> tuple[Array, Array]:

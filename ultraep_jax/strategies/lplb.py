@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.planning.integers import ceil_div
@@ -30,21 +31,24 @@ init = eplb.init
 update = functools.partial(eplb.update, max_copies=2)
 
 
-def planner(state: eplb.History):
+def planner(state: eplb.History) -> Partial:
   """A planner with the history's replicas and the best split of this batch's load over them.
 
   To be used like ``eplb.planner``.
   """
+  return Partial(lplb, state)
 
-  def lplb(load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None) -> Plan:
-    del cost
-    replica_expert_GS, load_E = eplb.check_history(state, load_GE, config)
-    size = config.domain_of(replica_expert_GS.shape[0])
-    tokens_GS = split(load_E, replica_expert_GS, domain_size=size)
-    expert_GS, tokens_GS = placement.drop_idle(replica_expert_GS, tokens_GS)
-    return plan_slots(load_E, expert_GS, tokens_GS, config.transfer)
 
-  return lplb
+def lplb(
+  state: eplb.History, load_GE: Array, config: BalanceConfig, cost: PlanCost | None = None
+) -> Plan:
+  """The plan by a history: what ``planner`` binds to it."""
+  del cost
+  replica_expert_GS, load_E = eplb.check_history(state, load_GE, config)
+  size = config.domain_of(replica_expert_GS.shape[0])
+  tokens_GS = split(load_E, replica_expert_GS, domain_size=size)
+  expert_GS, tokens_GS = placement.drop_idle(replica_expert_GS, tokens_GS)
+  return plan_slots(load_E, expert_GS, tokens_GS, config.transfer)
 
 
 class _Flow(NamedTuple):
