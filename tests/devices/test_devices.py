@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -249,6 +250,39 @@ def test_refuses_other_units_and_kinds(changes, message):
 
 
 @pytest.mark.parametrize(
+  ("name", "value", "message"),
+  [
+    ("outside", 1, "expected a share below 1, got 1.0"),
+    ("outside", 1.5, "expected a share in [0, 1], got 1.5"),
+    ("bubble", 2, "expected a share in [0, 1], got 2.0"),
+    ("weights_exposed", 1.01, "expected a share in [0, 1], got 1.01"),
+    ("copy_exposed_forward", 50, "expected a share in [0, 1], got 50.0"),
+    ("copy_exposed_backward", 1e9, "expected a share in [0, 1], got 1000000000.0"),
+    ("reduce_exposed", -0.1, "expected a positive number, got -0.1"),
+    ("matmul_tile", 1.5, "expected a whole number, got 1.5"),
+    ("matmul_tile", 0, "expected a positive number, got 0"),
+    ("matmul_tile", 2**21, "expected at most 1048576, got 2.09715e+06"),
+    ("domain_size", 0.5, "expected a whole number, got 0.5"),
+    ("domain_size", 1e20, "expected at most 1048576, got 1e+20"),
+    ("memory_bytes", 1e17, "expected at most 9007199254740992, got 1e+17"),
+  ],
+)
+def test_refuses_shares_and_counts_that_cannot_be(name, value, message):
+  fact = {"value": value, "unit": facts.FACTS[name][0], "kind": "measured", "source": ""}
+  with pytest.raises(ValueError, match=f"facts, {name}: {re.escape(message)}$"):
+    parse(changed(**{name: fact}))
+  with pytest.raises(ValueError, match=f"^h200, {name}: {re.escape(message)}$"):
+    H200.replace("test", **{name: value})
+
+
+def test_takes_shares_and_counts_at_their_ends():
+  for name in ("bubble", "reduce_exposed", "copy_exposed_forward"):
+    assert [H200.replace("test", **{name: value})[name] for value in (0, 1)] == [0, 1]
+  assert H200.replace("test", outside=0.99)["outside"] == 0.99
+  assert H200.replace("test", matmul_tile=1, domain_size=2**20)["domain_size"] == 2**20
+
+
+@pytest.mark.parametrize(
   ("values", "message"),
   [
     ({"network_rate": -12.5e9}, r"^h200, network_rate: expected a positive number, got -12500"),
@@ -271,6 +305,33 @@ def test_replaced_values_say_where_they_are_from():
   assert device["sms"] == 100 and device.facts["peak"] == H200.facts["peak"]
   portable = device.running(kernels=False)
   assert portable["network_rate"] == 12.5e9 and portable["copy_rate"] == H200.portable["copy_rate"]
+
+
+@pytest.mark.parametrize("name", ["peak", "link_rate"])
+def test_rates_follow_replaced_data_sheets_as_in_a_file(name):
+  value = H200[name] / 4
+  device = H200.replace("data sheet", "datasheet", **{name: value})
+  fact = {"value": value, "unit": facts.FACTS[name][0], "kind": "datasheet", "source": "data sheet"}
+  said = parse(json.dumps({"format": 1, "like": "h200", "facts": {name: fact}}))
+  for one, other in ((device, said), (device.portable, said.portable)):
+    assert {n: f.value for n, f in one.facts.items()} == {
+      n: f.value for n, f in other.facts.items()
+    }
+    assert [m[:3] for m in one.matmuls] == [m[:3] for m in other.matmuls]
+  follows = "copy_rate" if name == "link_rate" else "rest_forward"
+  assert device[follows] == H200[follows] / 4 and device.facts[follows].kind == "derived"
+  assert device.facts["launch_seconds"] == H200.facts["launch_seconds"]
+  own = H200.replace("data sheet", **{name: value, follows: 3.0})
+  assert own[follows] == own.portable[follows] == 3
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.int64, np.uint8])
+def test_replaces_by_numbers_of_numpy(kind):
+  device = H200.replace("test", network_rate=kind(3), sms=kind(4))
+  assert device["network_rate"] == 3 and type(device["network_rate"]) is float
+  assert device == H200.replace("test", network_rate=3, sms=4)
+  with pytest.raises(ValueError, match="sms: expected a finite number, got "):
+    H200.replace("test", sms=np.bool_(True))
 
 
 @pytest.mark.parametrize("widths", [[4096], [4096, 0], [4096, 1.5], "wide"])

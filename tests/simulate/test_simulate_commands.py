@@ -12,6 +12,7 @@ from ultraep_jax.commands import paper as paper_command
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate import paper, published, scaling
 from ultraep_jax.testing import zipf_loads
+from ultraep_jax.tools.arguments import largest_divisor
 
 pytestmark = pytest.mark.usefixtures("optimized")  # planning for thousands of ranks takes a while
 TINY = ["--ranks", "8", "--domain", "8", "--tokens", "64", "--steps", "2", "--period", "2"]
@@ -163,6 +164,10 @@ def test_few_ranks_have_the_imbalance_that_they_can_reach(ranks, traffic, reache
   assert status == 0, err
   note = f"note: imbalance {reached} (--imbalance): so few ranks cannot reach the "
   assert note in out if reached else "--imbalance" not in out
+
+
+def test_the_largest_divisor_of_a_number_is_at_most_the_number():
+  assert largest_divisor(45, 8) == 5 and largest_divisor(12, 10**20) == 12
 
 
 def test_domains_divide_the_ranks(capsys):

@@ -138,13 +138,19 @@ class Device:
   def replace(self, source: str, kind: str = "assumed", **values: float) -> "Device":
     """The same with other values of facts, on the kernels and in plain JAX.
 
+    As in a file that is ``"like"`` this device, rates that are not given follow ``peak`` and
+    ``link_rate``: those of matmuls and the rest the first, those over links the second.
+
     Args:
       source: where the values are from.
       kind: one of ``facts.KINDS``.
-      **values: by name, in the units that ``facts.FACTS`` says.
+      **values: by name, in the units that ``facts.FACTS`` says; Python's numbers or NumPy's.
 
-    >>> Device.load("h200").replace("two cards of 400 Gb/s", network_rate=100e9)["network_rate"]
+    >>> h200 = Device.load("h200")
+    >>> h200.replace("two cards of 400 Gb/s", network_rate=100e9)["network_rate"]
     100000000000.0
+    >>> h200.replace("half the links", link_rate=225e9)["copy_rate"] / h200["copy_rate"]
+    0.5
 
     Raises:
       ValueError: no such fact, or not a value that a description may have.
@@ -152,8 +158,16 @@ class Device:
     units = {name: FACTS[name][0] if name in FACTS else "" for name in values}
     given = {name: Fact(values[name], units[name], kind, source)._asdict() for name in values}
     changed = parse_facts(self.name, given)
-    portable = None if self.portable is None else self.portable.replace(source, kind, **values)
-    return dataclasses.replace(self, facts={**self.facts, **changed}, portable=portable)
+    sheet = {**self.facts, **changed}
+    others = {name: fact for name, fact in self.facts.items() if name not in changed}
+    follow = {n: fact for n, fact in others.items() if factor(n, sheet, self.facts) != 1}
+    same_peak = sheet["peak"].value == self["peak"]
+    return dataclasses.replace(
+      self,
+      facts=sheet | _scaled(self, follow, sheet),
+      matmuls=self.matmuls if same_peak else _scaled_matmuls(self, self.matmuls, sheet),
+      portable=None if self.portable is None else self.portable.replace(source, kind, **values),
+    )
 
   def matmul_rate(self, width: int, inner: int, *, backward: bool = False) -> float:
     """FLOP/s of the matmuls of experts of width D and inner width F, on rows padded to tiles.

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 KINDS = ("measured", "datasheet", "paper", "derived", "assumed")
 
 # Name, unit, and what it is. Every description has all of them.
@@ -42,7 +44,16 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "bubble": ("", "of what is outside, the share that grows with the layers' time"),
 }
 _MOST = 1e30  # of a number; times and rates made of such are finite
-_COUNTS = ("sms", "shared_bytes", "memory_bytes", "domain_size")
+# The most of what is counted: more than machines have, and exact as a float.
+_COUNTS = {
+  "sms": 2**20,
+  "shared_bytes": 2**40,
+  "memory_bytes": 2**53,
+  "domain_size": 2**20,
+  "matmul_tile": 2**20,
+}
+_SHARES = ("weights_exposed", "copy_exposed_forward", "copy_exposed_backward", "reduce_exposed")
+_SHARES += ("outside", "bubble")
 _OPERATIONS = ("dispatch_", "combine_", "exchange_", "copy_", "reduce_")
 TRANSFERS = tuple(name for name in FACTS if name.startswith(_OPERATIONS))  # over scale-up links
 _OVER_LINKS = ("dispatch_rate", "combine_rate", "copy_rate", "reduce_rate")
@@ -133,6 +144,12 @@ def _fact(where: str, name: str, given: Any) -> Fact:
   value = _number(where, given["value"], positive)
   if name in _COUNTS and value != int(value):
     raise ValueError(f"{where}: expected a whole number, got {value}")
+  if value > _COUNTS.get(name, _MOST):
+    raise ValueError(f"{where}: expected at most {_COUNTS[name]}, got {value:g}")
+  if name in _SHARES and value > 1:
+    raise ValueError(f"{where}: expected a share in [0, 1], got {value}")
+  if name == "outside" and value == 1:
+    raise ValueError(f"{where}: expected a share below 1, got {value}")
   if given["unit"] != unit:
     raise ValueError(f"{where}: expected unit {unit!r}, got {given['unit']!r}")
   return Fact(value, unit, _kind(where, given["kind"]), str(given["source"]))
@@ -160,6 +177,8 @@ def _check_keys(where: str, given: Any, keys: tuple[str, ...]) -> None:
 
 
 def _number(where: str, value: Any, positive: bool) -> float:
+  if isinstance(value, np.integer | np.floating):
+    value = value.item()
   number = isinstance(value, int | float) and not isinstance(value, bool)
   if not number or not abs(value) < _MOST:
     raise ValueError(f"{where}: expected a finite number, got {value!r}")

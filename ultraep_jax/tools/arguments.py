@@ -54,7 +54,7 @@ def largest_divisor(number: int, most: int) -> int:
   >>> largest_divisor(45, 8), largest_divisor(7, 6)
   (5, 1)
   """
-  return max(d for d in range(1, most + 1) if number % d == 0)
+  return max(d for d in range(1, min(number, most) + 1) if number % d == 0)
 
 
 def _integer(text: str, least: int, most: int = _MOST) -> int:
