@@ -190,13 +190,14 @@ class Strategy(NamedTuple):
 def as_python_numbers(config: Any) -> None:
   """Makes Python's numbers of NumPy's in a frozen dataclass, tuples of them included."""
   for field in dataclasses.fields(config):
-    object.__setattr__(config, field.name, _as_python(getattr(config, field.name)))
+    object.__setattr__(config, field.name, as_python(getattr(config, field.name)))
 
 
-def _as_python(value: Any) -> Any:
+def as_python(value: Any) -> Any:
+  """Python's number, if the value is one of NumPy's; tuples of them too."""
   if isinstance(value, np.integer | np.floating):
     return value.item()
-  return tuple(map(_as_python, value)) if type(value) is tuple else value
+  return tuple(map(as_python, value)) if type(value) is tuple else value
 
 
 def check_type(name: str, value: object, kind: type) -> None:

@@ -68,6 +68,21 @@ def test_tokens_cross_the_network_as_the_layer_sends_them():
   assert outcome.forward.exchange.item() == pytest.approx(seconds, rel=1e-3)
 
 
+def test_tokens_are_those_of_the_loads():
+  """By default, and no others: times would be of loads that are not there."""
+  device = H100.on_nodes()
+  by_default = compare_layouts(MODEL, device, loads(), node_size=4)
+  assert by_default == compare(device)
+  with pytest.raises(ValueError, match=r"tokens: expected about 512, as .*, got 8192"):
+    compare_layouts(MODEL, device, loads(), node_size=4, tokens=8192)
+  with pytest.raises(ValueError, match="loads: expected integers of at least 0 in step 0"):
+    compare_layouts(MODEL, device, loads() * np.nan, node_size=4)
+  with pytest.raises(ValueError, match=r"loads: expected \[step, layer, G, E\], got \[8, 16\]"):
+    compare_layouts(MODEL, device, loads()[0, 0], node_size=4)
+
+
 def test_nodes_that_are_not_whole():
   with pytest.raises(ValueError, match="node_size: expected a divisor of 8 ranks, got 3"):
     compare_layouts(MODEL, H100, np.zeros((1, 1, 8, 16), np.int32), node_size=3)
+  with pytest.raises(ValueError, match="node_size: expected a divisor of 8 ranks, got 0"):
+    compare_layouts(MODEL, H100, np.zeros((1, 1, 8, 16), np.int32), node_size=0)

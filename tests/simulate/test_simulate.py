@@ -12,7 +12,13 @@ import ultraep_jax as uep
 from ultraep_jax.devices.device import Device
 from ultraep_jax.devices.facts import FACTS
 from ultraep_jax.simulate import balancers, traffic
-from ultraep_jax.simulate.cost import Setting, copy_seconds, exchange_seconds, layer_times
+from ultraep_jax.simulate.cost import (
+  Setting,
+  copy_seconds,
+  exchange_seconds,
+  layer_times,
+  remote_tokens,
+)
 from ultraep_jax.simulate.models import MODELS
 from ultraep_jax.simulate.run import band, share_of_ideal, simulate, step_seconds
 from ultraep_jax.simulate.validation import points
@@ -84,8 +90,8 @@ class TestPlacement:
     total_E = np.arange(8) * 12 + 4
     even = np.repeat(total_E[None, None, None] // 4, 4, axis=2).astype(np.int32)
     names = ("none", "quota", "eplb+")
-    by_source = simulate(even, setting(), names)
-    by_total = simulate(even.sum(axis=2), setting(), names)
+    by_source = simulate(even, setting(tokens=46), names)
+    by_total = simulate(even.sum(axis=2), setting(tokens=46), names)
     for name in names:
       jax.tree.map(np.testing.assert_array_equal, by_source[name].placed, by_total[name].placed)
 
@@ -93,7 +99,7 @@ class TestPlacement:
   def test_ideal_is_even_up_to_a_row(self, assignments):
     total = np.zeros((1, 1, 8), np.int32)
     total[..., 5] = assignments
-    placed = simulate(total, setting(), ("ideal",))["ideal"].placed
+    placed = simulate(total, setting(tokens=assignments // 8), ("ideal",))["ideal"].placed
     assert placed.load.sum() == assignments and np.ptp(placed.load) <= 1
 
   def test_without_slots_nothing_changes(self):
@@ -126,6 +132,50 @@ class TestPlacement:
     with pytest.raises(ValueError, match=message):
       simulate(loads, setting(), ("none",))
 
+  def test_tokens_are_those_of_the_loads(self):
+    """As far as masked tokens, ranks with less to do, and steps chosen from a run allow."""
+    loads = small_loads()
+    uneven = loads.copy()
+    uneven[:, :, 0] = 0
+    for tokens, given in [(16, loads), (31, loads), (15, loads), (16, uneven), (16, 0 * loads)]:
+      assert simulate(given, setting(tokens=tokens), ("none",))
+    for by_total in (loads, loads.sum(axis=2)):
+      for tokens in (8192, 34, 14):
+        message = f"tokens: expected about 16, as a rank has in the loads on .*, got {tokens}"
+        with pytest.raises(ValueError, match=message):
+          simulate(iter(by_total), setting(tokens=tokens), ("none",))
+
+  def test_without_assignments_none_are_remote(self):
+    outcome = simulate(np.zeros((2, 1, 4, 8), np.int32), setting(), ("none",))["none"]
+    for locality in (True, False):
+      np.testing.assert_array_equal(outcome.remote_share(locality=locality), np.zeros((2, 1)))
+
+  @pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+      ({"period": 0}, ValueError, "period: expected at least 1, got 0"),
+      ({"period": 2**31}, ValueError, "period: expected at most 2147483647"),
+      ({"period": 1.5}, TypeError, "period: expected an int, got float"),
+      ({"period": None}, TypeError, "period: expected an int, got NoneType"),
+      ({"decay": 0.0}, ValueError, r"decay: expected a number in \(0, 1\], got 0.0"),
+      ({"decay": 1.5}, ValueError, r"decay: expected a number in \(0, 1\], got 1.5"),
+      ({"decay": np.nan}, ValueError, r"decay: expected a number in \(0, 1\], got nan"),
+      ({"decay": "x"}, TypeError, "decay: expected a number, got str"),
+    ],
+  )
+  def test_wrong_histories(self, options, kind, message):
+    for name in ("none", "eplb"):
+      with pytest.raises(kind, match=message):
+        simulate(small_loads(), setting(), (name,), **options)
+
+  def test_histories_take_numbers_of_numpy(self):
+    loads, options = small_loads(), {"period": np.int64(2), "decay": np.float32(0.5)}
+    one, other = (
+      simulate(loads, setting(), ("eplb",), **each)["eplb"].placed
+      for each in (options, {"period": 2, "decay": 0.5})
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
   def test_unknown_strategy(self):
     with pytest.raises(ValueError, match=r"strategy: expected one of .*got 'best'"):
       simulate(small_loads(), setting(), ("best",))
@@ -137,10 +187,11 @@ class TestPlacement:
 
 class TestCost:
   def test_one_rank_has_no_exchange_and_no_copies(self):
-    one = setting(num_ranks=1, domain_size=1)
+    one = setting(num_ranks=1, domain_size=1, tokens=64)
     outcomes = simulate(small_loads().sum(axis=2, keepdims=True), one, ("quota",))
     forward = outcomes["quota"].forward
     assert forward.exchange.max() == forward.copy.max() == 0
+    np.testing.assert_array_equal(remote_tokens(one, outcomes["quota"].placed), np.zeros((3, 1, 1)))
 
   # Of data sheets only the network counts, and of the others' rates all.
   @pytest.mark.parametrize(
@@ -335,6 +386,50 @@ class TestTraffic:
       traffic.Traffic(noise=-1)
     with pytest.raises(ValueError, match=r"imbalance: expected a number in \["):
       traffic.probabilities(0, traffic.Traffic(imbalance=30.0), **SIZES)
+
+  @pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+      ({"phase_steps": 1.5}, TypeError, "phase_steps: expected an int, got float"),
+      ({"phase_steps": 0}, ValueError, "phase_steps: expected at least 1, got 0"),
+      ({"burst_steps": 1.5}, TypeError, "burst_steps: expected an int, got float"),
+      ({"burst_steps": None}, TypeError, "burst_steps: expected an int, got NoneType"),
+      ({"drift": 0.1, "drift_steps": None}, TypeError, "drift_steps: expected a number, got None"),
+      ({"burst_factor": None}, TypeError, "burst_factor: expected a number, got NoneType"),
+      ({"noise": "x"}, TypeError, "noise: expected a number, got str"),
+      ({"imbalance": 0.5}, ValueError, r"imbalance: expected a number in \[1, 1e9\], got 0.5"),
+      (
+        {"drift_steps": np.nan},
+        ValueError,
+        r"drift_steps: expected a number in \[1, 1e9\], got nan",
+      ),
+    ],
+  )
+  def test_traffic_of_wrong_kinds(self, values, kind, message):
+    with pytest.raises(kind, match=message):
+      traffic.Traffic(**values)
+
+  def test_traffic_takes_numbers_of_numpy(self):
+    kind = traffic.Traffic(imbalance=np.float32(2), phase_steps=np.int64(3))
+    assert kind == traffic.Traffic(imbalance=2.0, phase_steps=3)
+
+  @pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+      ({"steps": 0}, ValueError, "steps: expected at least 1, got 0"),
+      ({"layers": 0}, ValueError, "layers: expected at least 1, got 0"),
+      ({"layers": 1.5}, TypeError, "layers: expected an int, got float"),
+      ({"top_k": 2.5}, TypeError, "top_k: expected an int, got float"),
+      ({"tokens": 2.5}, TypeError, "tokens: expected an int, got float"),
+      ({"num_ranks": 7}, ValueError, "num_experts: expected a multiple of 7 ranks, got 32"),
+    ],
+  )
+  def test_wrong_sizes(self, sizes, kind, message):
+    for generate in (traffic.generate_loads, traffic.generate_totals):
+      with pytest.raises(kind, match=message):
+        generate(0, traffic.TRAFFIC["steady"], **{"tokens": 64, **SIZES, **sizes})
+    given = {"tokens": np.int64(64), **SIZES, "top_k": np.int32(4)}
+    assert traffic.generate_totals(0, traffic.TRAFFIC["steady"], **given).shape == (24, 2, 32)
 
 
 def test_bands():

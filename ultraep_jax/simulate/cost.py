@@ -215,6 +215,8 @@ def exchange_seconds(setting: Setting, placed: Placed, rounds: Any = 1) -> np.nd
 def remote_tokens(setting: Setting, placed: Placed) -> np.ndarray:
   """``[..., G]``, tokens that a rank receives from others, each counted once."""
   load = placed.load
+  if setting.num_ranks == 1:
+    return np.zeros(load.shape)
   kept = placed.kept if setting.locality else placed.kept_by_chance
   share = np.where(load > 0, np.maximum(load - kept, 0) / np.maximum(load, 1), 0.0)
   others = (setting.num_ranks - 1) * setting.tokens

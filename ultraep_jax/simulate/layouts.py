@@ -7,6 +7,7 @@ import numpy as np
 from ultraep_jax.devices.device import Device
 from ultraep_jax.simulate.cost import GRAD_BYTES, WEIGHT_BYTES, Setting
 from ultraep_jax.simulate.models import ModelShape
+from ultraep_jax.simulate.replay import tokens_of
 from ultraep_jax.simulate.run import simulate
 
 
@@ -43,7 +44,7 @@ def compare_layouts(
   *,
   node_size: int,
   strategy: str = "quota (time)",
-  tokens: int = 8192,
+  tokens: int | None = None,
   replica_slots: int = 2,
   training: bool = True,
 ) -> tuple[Layout, Layout]:
@@ -59,16 +60,20 @@ def compare_layouts(
     loads: ``[step, layer, G, E]``, of all ranks of all nodes, a node after the other.
     node_size: ranks of a node; divides G.
     strategy: as for ``simulate``.
-    tokens: T.
+    tokens: T; ``None``: as many as a rank has in the loads on average.
     replica_slots: S.
     training: forward and backward, or forward alone.
 
   Raises:
     ValueError: the nodes are not whole, or as ``simulate``.
   """
+  if loads.ndim != 4:
+    raise ValueError(f"loads: expected [step, layer, G, E], got {list(loads.shape)}")
   steps, layers, num_ranks, num_experts = loads.shape
-  if num_ranks % node_size:
+  if node_size < 1 or num_ranks % node_size:
     raise ValueError(f"node_size: expected a divisor of {num_ranks} ranks, got {node_size}")
+  if tokens is None:  # ``simulate`` refuses what is no count
+    tokens = tokens_of(loads.sum(axis=-1), model.top_k) if loads.dtype.kind in "iu" else 1
 
   def layout(ranks: int) -> Layout:
     setting = Setting(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ultraep_jax.config import BalanceConfig
+from ultraep_jax.config import BalanceConfig, as_python, check_int
 from ultraep_jax.simulate import balancers
 from ultraep_jax.simulate.balancers import Balancer, Loads, Placed, split_loads
 from ultraep_jax.simulate.cost import Setting, Times, layer_times
@@ -77,10 +77,10 @@ class Outcome:
     return self.placed.egress.max(axis=-1)
 
   def remote_share(self, *, locality: bool = True) -> np.ndarray:
-    """Share of assignments that run on another rank than their token's."""
+    """Share of assignments that run on another rank than their token's; 0 without any."""
     kept = self.placed.kept if locality else self.placed.kept_by_chance
-    total = np.maximum(self.placed.load.sum(axis=-1), 1)
-    return 1 - kept.sum(axis=-1) / total
+    total = self.placed.load.sum(axis=-1)
+    return np.where(total > 0, 1 - kept.sum(axis=-1) / np.maximum(total, 1), 0.0)
 
   def after(self, steps: int) -> "Outcome":
     """The same without the first steps, before which a history-based strategy knows nothing."""
@@ -105,20 +105,21 @@ def simulate(
   Args:
     loads: ``[step, layer, G, E]`` integers, as from ``traffic.generate_loads`` or a recorded
       trace, or ``[step, layer, E]``, totals of sources that are all alike; also an iterable of
-      steps.
+      steps. Masked tokens are in none, so that ranks may have fewer than the setting's tokens.
     setting: model, machine and sizes.
     strategies: names of ``balancers.NAMES``.
     target: of the quota planner: the fewest copies that end there.
     period: batches between rearrangements, of strategies with a history.
-    decay: of the history, for each batch.
+    decay: by which the history is multiplied for each batch, in (0, 1].
 
   Returns:
     For each strategy its outcome, in the order given.
 
   Raises:
-    ValueError: loads of another shape than the setting's, negative, not integers or none, or no
-      strategy or an unknown one.
-    TypeError: one name instead of a sequence.
+    ValueError: loads of another shape than the setting's, negative, not integers or none; loads
+      of more tokens than the setting's, on average, or of fewer than half; no strategy or an
+      unknown one; ``period`` or ``decay`` out of its range.
+    TypeError: one name instead of a sequence, or ``period`` or ``decay`` is no number.
 
   >>> from ultraep_jax import simulate as sim, testing
   >>> model, device = sim.MODELS["Qwen3-235B"], sim.Device.load("h200")
@@ -132,13 +133,17 @@ def simulate(
   """
   if isinstance(strategies, str):
     raise TypeError(f"strategies: expected a sequence of names, got {strategies!r}")
+  period, decay = _history(period, decay)
   made = [make_balancer(name, setting, target, period, decay) for name in strategies]
   if not made:
     raise ValueError("strategies: expected at least one name, got none")
   states: list[Any] = [None] * len(made)
   steps: list[list[Placed]] = [[] for _ in made]
+  assignments = layers = 0
   for index, step in enumerate(loads):
     parts = _checked(np.asarray(step), setting, index)
+    assignments += int(parts.total.sum(dtype=np.int64))
+    layers += len(parts.total)
     for i, balancer in enumerate(made):
       if index == 0:
         states[i] = balancer.init(len(parts.total), setting.model.num_experts, setting.num_ranks)
@@ -146,6 +151,7 @@ def simulate(
       steps[i].append(jax.device_get(placed))
   if not steps[0]:
     raise ValueError("loads: expected at least one step, got none")
+  _check_tokens(setting, assignments / (layers * setting.num_ranks * setting.model.top_k))
   return {
     balancer.name: _outcome(setting, balancer, placed)
     for balancer, placed in zip(made, steps, strict=True)
@@ -171,6 +177,31 @@ def make_balancer(
 def _cached(name: str, config: BalanceConfig, period: int, decay: float) -> Balancer:
   """Two balancers with a history compile twice, so they are kept."""
   return balancers.make(name, config, PlanCost(0, 0), period=period, decay=decay)
+
+
+def _history(period: int, decay: float) -> tuple[int, float]:
+  """Both as Python's numbers, if a history can have them."""
+  period, decay = as_python(period), as_python(decay)
+  check_int("period", period, minimum=1, maximum=2**31 - 1)
+  if isinstance(decay, bool) or not isinstance(decay, int | float):
+    raise TypeError(f"decay: expected a number, got {type(decay).__name__}")
+  if not 0 < decay <= 1:
+    raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
+  return period, float(decay)
+
+
+def _check_tokens(setting: Setting, found: float) -> None:
+  """Refuses a setting whose times would be of other tokens than the loads have.
+
+  Loads may have up to half fewer on average, or none at all: masked tokens, and ranks that have
+  less to do. They may have 5 % more: steps chosen from a run of which the setting is.
+  """
+  most = 1.05 * setting.tokens + 0.5  # tokens are rounded where they are taken from loads
+  if found and not setting.tokens / 2 - 0.5 <= found <= most:
+    raise ValueError(
+      f"tokens: expected about {found:.6g}, as a rank has in the loads on average, "
+      f"got {setting.tokens}"
+    )
 
 
 def _checked(loads: np.ndarray, setting: Setting, step: int) -> Loads:

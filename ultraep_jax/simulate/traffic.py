@@ -14,11 +14,13 @@ import dataclasses
 
 import numpy as np
 
+from ultraep_jax.config import as_python, as_python_numbers, check_int
 from ultraep_jax.workloads import check_sizes, sample_loads
 
 LOCAL_EXPONENT = 4.0
 _MAX_ALPHA = 8.0
 _FIT_SAMPLES = 48
+_MOST = {"drift": 10, "noise": 10, "bursts": 1, "local_exponent": 10}  # of those that may be 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,10 @@ class Traffic:
     burst_steps: for how many steps.
     phase_steps: steps after which hot experts are others; ``None``: never.
     local_exponent: of the power law within a rank; 0: no expert of a rank is hotter.
+
+  Raises:
+    ValueError: a number is outside its range.
+    TypeError: ``burst_steps`` or ``phase_steps`` is no integer, or another is no number.
   """
 
   imbalance: float | None = None
@@ -49,13 +55,19 @@ class Traffic:
   local_exponent: float = LOCAL_EXPONENT
 
   def __post_init__(self) -> None:
-    for name, most in (("drift", 10), ("noise", 10), ("bursts", 1), ("local_exponent", 10)):
-      if not 0 <= getattr(self, name) <= most:
-        raise ValueError(f"{name}: expected a number in [0, {most}], got {getattr(self, name)}")
-    for name in ("drift_steps", "burst_factor", "burst_steps", "phase_steps", "imbalance"):
-      value = getattr(self, name)
-      if value is not None and not 1 <= value <= 1e9:
+    as_python_numbers(self)
+    for field in dataclasses.fields(self):
+      name, value = field.name, getattr(self, field.name)
+      if value is None and name in ("imbalance", "phase_steps"):
+        continue
+      if name in ("burst_steps", "phase_steps"):
+        check_int(name, value, minimum=1, maximum=10**9)
+      elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+      elif name not in _MOST and not 1 <= value <= 1e9:
         raise ValueError(f"{name}: expected a number in [1, 1e9], got {value}")
+      elif name in _MOST and not 0 <= value <= _MOST[name]:
+        raise ValueError(f"{name}: expected a number in [0, {_MOST[name]}], got {value}")
 
 
 TRAFFIC = {
@@ -90,8 +102,9 @@ def probabilities(
 
   Raises:
     ValueError: sizes do not fit, or the imbalance cannot be reached.
+    TypeError: a size is no integer.
   """
-  check_sizes(num_experts, num_ranks, 1, top_k)
+  _check(num_experts, num_ranks, 1, top_k, steps=steps, layers=layers)
   rng = np.random.default_rng(seed)
   base_sLE = _log_base(rng, traffic, num_experts, num_ranks, steps, layers)
   change_sLE = _log_change(rng, traffic, (steps, layers, num_experts))
@@ -143,7 +156,7 @@ def generate_loads(
   >>> loads.shape, set(loads.sum(axis=3).flat) == {128}
   ((3, 1, 4, 8), True)
   """
-  check_sizes(num_experts, num_ranks, tokens, top_k)
+  _check(num_experts, num_ranks, tokens, top_k)
   p_sLE = probabilities(
     seed,
     traffic,
@@ -173,7 +186,7 @@ def generate_totals(
 
   Arguments and errors as for ``generate_loads``.
   """
-  check_sizes(num_experts, num_ranks, tokens, top_k)
+  _check(num_experts, num_ranks, tokens, top_k)
   p_sLE = probabilities(
     seed,
     traffic,
@@ -185,6 +198,14 @@ def generate_totals(
   )
   running = np.cumsum(p_sLE, axis=-1) * (num_ranks * tokens)
   return np.diff(np.round(running), axis=-1, prepend=0).astype(np.int32)
+
+
+def _check(num_experts: int, num_ranks: int, tokens: int, top_k: int, **counts: int) -> None:
+  """Checks sizes, each by itself and then against each other."""
+  sizes = {"num_experts": num_experts, "num_ranks": num_ranks, "tokens": tokens, "top_k": top_k}
+  for name, value in {**sizes, **counts}.items():
+    check_int(name, as_python(value), minimum=1)
+  check_sizes(num_experts, num_ranks, tokens, top_k)
 
 
 def _inclusion(weight: np.ndarray, top_k: int) -> np.ndarray:
