@@ -381,6 +381,18 @@ class TestTraffic:
     phases = traffic.Traffic(imbalance=2.0, phase_steps=10)
     assert self.correlation(phases, 9) > 0.99 > 0.6 > self.correlation(phases, 10)
 
+  @pytest.mark.parametrize("noise", [0.0, 0.3, 4.0])
+  def test_every_imbalance_of_the_range_is_reached(self, noise):
+    """Also where ranks are so uneven by themselves that a base evens them."""
+    kind = traffic.Traffic(noise=noise)
+    least, most = traffic.imbalance_range(0, kind, **SIZES)
+    assert 1 <= least < most <= 8
+    for wanted in (least, (least + most) / 2, most):
+      own = dataclasses.replace(kind, imbalance=wanted)
+      load_G = traffic.probabilities(0, own, **SIZES).reshape(48, 8, 4).sum(axis=2)
+      found = (load_G.max(axis=1) / load_G.mean(axis=1)).mean()
+      assert found == pytest.approx(wanted, abs=0.02)
+
   def test_wrong_traffic(self):
     with pytest.raises(ValueError, match=r"noise: expected a number in \[0, 10\], got -1"):
       traffic.Traffic(noise=-1)

@@ -166,6 +166,61 @@ def test_few_ranks_have_the_imbalance_that_they_can_reach(ranks, traffic, reache
   assert note in out if reached else "--imbalance" not in out
 
 
+@pytest.mark.parametrize(
+  ("options", "low", "wanted"),
+  [
+    ("--model 64x32x64x2 --ranks 64 --domain 8", 2.02, "2 of drifting"),
+    ("--model mixtral-8x7b --traffic bursty --seeds 3", 1.52, "1.5 of bursty"),
+    ("--model 64x32x8x1 --ranks 8 --noise 10 --steps 40", 2.02, "2 of drifting"),
+  ],
+)
+def test_ranks_of_few_experts_are_as_even_as_they_can_be(options, low, wanted, capsys):
+  status, out, err = run(capsys, "simulate", *ONCE, *options.split(), "--json")
+  assert status == 0, err
+  data = json.loads(out)
+  (note,) = (note for note in data["notes"] if "--imbalance" in note)
+  assert note.endswith(f": ranks of so few experts are not as even as the {wanted} traffic")
+  said = [float(part) for part in note.split()[1:4] if part[0].isdigit()]
+  found = data["strategies"][0]["imbalance"]["mean"]
+  assert said[0] >= low and said[0] - 0.3 <= found <= said[-1] + 0.3
+
+
+def test_an_imbalance_that_is_asked_for_is_refused_if_ranks_cannot_have_it(capsys):
+  command = ("simulate", *ONCE, "--model", "64x32x64x2", "--ranks", 64, "--imbalance", 1.5)
+  status, _, err = run(capsys, *command)
+  assert status == 2 and "--imbalance: expected a number in [2." in err
+
+
+EVEN = "--traffic steady --imbalance 1 --strategies none quota --tokens"
+SMALL = "--traffic steady --strategies none quota --ranks 8 --tokens 16"
+
+
+@pytest.mark.parametrize(
+  ("options", "cause"),
+  [
+    (f"{EVEN} 65536", "as the loads are nearly even, busiest over mean rank 1.0"),
+    (f"{EVEN} 64 --ranks 1", "as one rank has nothing to balance"),
+    (f"{SMALL} --slots 0", "as nothing is copied without replica slots"),
+    (f"{SMALL} --domain 1", "as nothing is copied in domains of one rank"),
+    (SMALL, "layers this small are faster with"),
+  ],
+)
+def test_says_why_balancing_takes_longer_than_it_saves(options, cause, capsys):
+  status, out, err = run(capsys, "simulate", *ONCE, *options.split())
+  assert status == 0, err
+  (note,) = (line for line in out.splitlines() if "more than it saves" in line)
+  assert cause in note and note.count("faster") == 1 and 'strategy="none"' in note
+
+
+def test_says_that_copies_do_not_leave_domains(capsys, tmp_path):
+  load_GE = np.ones((4, 8), np.int32) * np.repeat([3, 1], 4).astype(np.int32)
+  np.save(tmp_path / "loads.npy", load_GE[None, None])
+  command = ("simulate", "--model", "64x32x8x2", "--loads", tmp_path / "loads.npy", "--domain", 2)
+  status, out, err = run(capsys, *command, "--strategies", "none", "quota")
+  assert status == 0, err
+  assert "as copies do not leave the domains, which differ: " in out
+
+
 def test_the_largest_divisor_of_a_number_is_at_most_the_number():
   assert largest_divisor(45, 8) == 5 and largest_divisor(12, 10**20) == 12
 

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -24,11 +25,11 @@ from ultraep_jax.simulate.balancers import NAMES
 from ultraep_jax.simulate.cost import Setting
 from ultraep_jax.simulate.models import MODELS, ModelShape
 from ultraep_jax.simulate.replay import recorded_shape, replay, tokens_of, trace_setting
-from ultraep_jax.simulate.run import Outcome, band, share_of_ideal, simulate
+from ultraep_jax.simulate.run import Outcome, simulate
 from ultraep_jax.simulate.shapes import NAMES as MODEL_NAMES
 from ultraep_jax.simulate.shapes import SIZES, model_named
-from ultraep_jax.simulate.text import constants, to_json
-from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads
+from ultraep_jax.simulate.text import PARTS, conclusions, constants, summary, to_json
+from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads, imbalance_range
 from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import factor, largest_divisor, natural, nonnegative, positive
 from ultraep_jax.tools.errors import UsageError, refused
@@ -57,7 +58,6 @@ _OPTIONS = {
   "sizes": ("--model", "--ranks", "--tokens"),
   **{name: (f"--{name}",) for name in ("device", "tokens", "target", *_SHAPE)},
 }
-_PARTS = ("plan", "copy", "exchange", "matmul", "reduce", "rest", "move")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,13 +138,13 @@ def run(args: argparse.Namespace) -> int:
     if trace is not None or loads is not None:
       runs = [_recorded(args, setting, trace, loads)]
     else:
-      traffic, of_traffic = _traffic(args, setting)
+      traffics, of_traffic = _traffic(args, setting)
       notes += of_traffic
-      runs = _generated(args, setting, traffic)
+      runs = _generated(args, setting, traffics)
   except (ValueError, TypeError, OSError) as error:
     raise refused(error, args, _OPTIONS) from None
-  result = [_summary(name, runs) for name in runs[0]]
-  notes += _conclusions(result)
+  result = [summary(name, runs) for name in runs[0]]
+  notes += conclusions(result, setting)
   data = to_json({"device": setting.device, "notes": notes, "strategies": result})
   if args.json:
     print(json.dumps(data, indent=1))
@@ -262,35 +262,33 @@ def unknown_parts(model: ModelShape) -> list[str]:
   return [f"{who} says nothing of attention and other layers: they count as 0"]
 
 
-def _conclusions(result: list[dict[str, Any]]) -> list[str]:
-  seconds = {row["strategy"]: row["layer_seconds"] for row in result}
-  none = seconds.get("none")
-  balanced = [seconds[name] for name in ("quota", "quota (time)") if name in seconds]
-  if none is None or not balanced or min(balanced) <= none:
-    return []
-  return [
-    f"at these sizes balancing takes {1e3 * (min(balanced) - none):.2f} ms a layer more than it "
-    'saves: layers this small are faster with strategy="none"'
-  ]
-
-
-def _traffic(args: argparse.Namespace, setting: Setting) -> tuple[Traffic, list[str]]:
-  """The loads to generate, and a note if few ranks cannot be as uneven as they are by default."""
+def _traffic(args: argparse.Namespace, setting: Setting) -> tuple[list[Traffic], list[str]]:
+  """The loads to generate for each seed, and a note if ranks cannot be as uneven as by default."""
   given = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
-  traffic = dataclasses.replace(TRAFFIC[args.traffic], **given)
-  if args.imbalance is not None or traffic.imbalance is None:
-    return traffic, []
-  model = setting.model
+  traffic, model = dataclasses.replace(TRAFFIC[args.traffic], **given), setting.model
+  wanted = traffic.imbalance
+  if args.imbalance is not None or wanted is None:
+    return [traffic] * args.seeds, []
   check_sizes(model.num_experts, setting.num_ranks, setting.tokens, model.top_k)
-  highest = highest_zipf_ratio(model.num_experts, setting.num_ranks, model.top_k)
-  reached = round(1 + 0.9 * (highest - 1), 2)  # what changes from step to step evens loads a little
-  if traffic.imbalance <= reached:
-    return traffic, []
-  note = (
-    f"imbalance {reached:g} (--imbalance): so few ranks cannot reach the {traffic.imbalance:g} of "
-    f"{args.traffic} traffic"
+  sizes = {"num_experts": model.num_experts, "num_ranks": setting.num_ranks, "top_k": model.top_k}
+  steps = {"steps": args.period + args.steps, "layers": args.layers}
+  ranges = [imbalance_range(seed, traffic, **sizes, **steps) for seed in range(args.seeds)]
+  # What changes from step to step evens loads a little.
+  highest = round(1 + 0.9 * (highest_zipf_ratio(**sizes) - 1), 2)
+  lowest = max(least for least, _ in ranges)
+  nearest = wanted if lowest <= wanted + 0.02 else math.ceil(100 * lowest) / 100
+  nearest = min(nearest, highest)
+  found = [max(min(max(nearest, least - 0.01), most), 1.0) for least, most in ranges]
+  traffics = [dataclasses.replace(traffic, imbalance=each) for each in found]
+  reached = " to ".join(dict.fromkeys(f"{round(each, 2):g}" for each in (min(found), max(found))))
+  if reached == f"{wanted:g}":
+    return traffics, []
+  why = (
+    f"so few ranks cannot reach the {wanted:g} of {args.traffic} traffic"
+    if min(found) < wanted
+    else f"ranks of so few experts are not as even as the {wanted:g} of {args.traffic} traffic"
   )
-  return dataclasses.replace(traffic, imbalance=reached), [note]
+  return traffics, [f"imbalance {reached} (--imbalance): {why}"]
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -327,10 +325,10 @@ def _recorded(
 
 
 def _generated(
-  args: argparse.Namespace, setting: Setting, traffic: Traffic
+  args: argparse.Namespace, setting: Setting, traffics: list[Traffic]
 ) -> list[dict[str, Outcome]]:
   target, runs = 1.01 if args.target is None else args.target, []
-  for seed in range(args.seeds):
+  for seed, traffic in enumerate(traffics):
     made = generate_loads(
       seed,
       traffic,
@@ -346,29 +344,6 @@ def _generated(
   return runs
 
 
-def _summary(name: str, runs: list[dict[str, Outcome]]) -> dict[str, object]:
-  outcomes = [run[name] for run in runs]
-
-  def mean(value) -> float:
-    return float(np.mean([np.mean(value(outcome)) for outcome in outcomes]))
-
-  parts = {
-    part: mean(lambda o, part=part: getattr(o.forward, part) + getattr(o.backward, part))
-    for part in _PARTS
-  }
-  return {
-    "strategy": name,
-    "imbalance": band([float(outcome.imbalance.mean()) for outcome in outcomes]),
-    "imbalance_p99": mean(lambda o: np.quantile(o.imbalance, 0.99)),
-    "share_of_ideal": band([share_of_ideal(run[name], run["ideal"]) for run in runs]),
-    "layer_seconds": mean(lambda o: o.seconds),
-    "parts_seconds": parts,
-    "copies": mean(lambda o: o.replicas),
-    "fan_out": mean(lambda o: o.fan_out),
-    "remote_share": mean(lambda o: o.remote_share()),
-  }
-
-
 def _text(args: argparse.Namespace, setting: Setting, result: list[dict], notes: list[str]) -> str:
   kind = "training" if setting.training else "prefill"
   loads = args.trace or args.loads or f"{args.traffic} traffic"
@@ -380,7 +355,7 @@ def _text(args: argparse.Namespace, setting: Setting, result: list[dict], notes:
     f"{setting.num_ranks} ranks in domains of {setting.domain_size}, {setting.tokens} tokens a "
     f"rank, {setting.replica_slots} slots"
   )
-  header = ["strategy", "imbalance", "99 %", "% of ideal", "layer ms", *_PARTS, "copies"]
+  header = ["strategy", "imbalance", "99 %", "% of ideal", "layer ms", *PARTS, "copies"]
   rows = [
     [
       row["strategy"],
@@ -388,7 +363,7 @@ def _text(args: argparse.Namespace, setting: Setting, result: list[dict], notes:
       row["imbalance_p99"],
       100 * row["share_of_ideal"].mean,
       1e3 * row["layer_seconds"],
-      *(1e3 * row["parts_seconds"][part] for part in _PARTS),
+      *(1e3 * row["parts_seconds"][part] for part in PARTS),
       row["copies"],
     ]
     for row in result

@@ -105,34 +105,51 @@ def probabilities(
     TypeError: a size is no integer.
   """
   _check(num_experts, num_ranks, 1, top_k, steps=steps, layers=layers)
-  rng = np.random.default_rng(seed)
-  base_sLE = _log_base(rng, traffic, num_experts, num_ranks, steps, layers)
-  change_sLE = _log_change(rng, traffic, (steps, layers, num_experts))
+  weights = _Weights(seed, traffic, num_experts, num_ranks, top_k, steps, layers)
   if traffic.imbalance is None:
-    return _inclusion(np.exp(change_sLE), top_k)
-  # The base is linear in the exponent, with the part within a rank apart.
-  rank_sLE, local_sLE = base_sLE
-  change_sLE = change_sLE + traffic.local_exponent * local_sLE
-  sample = rng.permutation(steps * layers)[:_FIT_SAMPLES]
-  rank_xE = rank_sLE.reshape(-1, num_experts)[sample]
-  change_xE = change_sLE.reshape(-1, num_experts)[sample]
-
-  def imbalance(alpha: float) -> float:
-    p_xE = _inclusion(np.exp(alpha * rank_xE + change_xE), top_k)
-    load_xG = p_xE.reshape(len(sample), num_ranks, -1).sum(axis=2)
-    return float((load_xG.max(axis=1) / load_xG.mean(axis=1)).mean())
-
+    return _inclusion(np.exp(weights.change_sLE), top_k)
   low, high = 0.0, _MAX_ALPHA
-  least, most = imbalance(low), imbalance(high)
-  if not least <= traffic.imbalance + 0.02 or not traffic.imbalance <= most:
+  ends = weights.imbalance(low), weights.imbalance(high)
+  least, most = sorted(ends)
+  if not least <= traffic.imbalance + 0.02 or not traffic.imbalance <= most + 1e-9:
     raise ValueError(
       f"imbalance: expected a number in [{least:.3g}, {most:.3g}] for these sizes, this drift and "
       f"this noise, got {traffic.imbalance}"
     )
+  rises = ends[0] <= ends[1]  # else what changes is so large that a base evens it
   for _ in range(14):
     middle = (low + high) / 2
-    low, high = (middle, high) if imbalance(middle) < traffic.imbalance else (low, middle)
-  return _inclusion(np.exp(low * rank_sLE + change_sLE), top_k)
+    short = (weights.imbalance(middle) < traffic.imbalance) == rises
+    low, high = (middle, high) if short else (low, middle)
+  return _inclusion(weights.skewed(low), top_k)
+
+
+def imbalance_range(
+  seed: int,
+  traffic: Traffic,
+  *,
+  num_experts: int,
+  num_ranks: int,
+  top_k: int,
+  steps: int,
+  layers: int = 1,
+) -> tuple[float, float]:
+  """The least and the most that ``traffic.imbalance`` may be, whatever it is.
+
+  Arguments as for ``probabilities``.
+
+  Raises:
+    ValueError: sizes do not fit.
+    TypeError: a size is no integer.
+
+  >>> sizes = {"num_experts": 8, "num_ranks": 4, "top_k": 2, "steps": 3}
+  >>> tuple(round(end, 2) for end in imbalance_range(0, Traffic(), **sizes))
+  (1.0, 3.74)
+  """
+  _check(num_experts, num_ranks, 1, top_k, steps=steps, layers=layers)
+  weights = _Weights(seed, traffic, num_experts, num_ranks, top_k, steps, layers)
+  least, most = sorted((weights.imbalance(0.0), weights.imbalance(_MAX_ALPHA)))
+  return least, most
 
 
 def generate_loads(
@@ -218,6 +235,41 @@ def _inclusion(weight: np.ndarray, top_k: int) -> np.ndarray:
     enough = -np.expm1(-np.exp(middle) * weight).sum(axis=-1, keepdims=True) >= top_k
     low, high = np.where(enough, low, middle), np.where(enough, middle, high)
   return -np.expm1(-np.exp(high) * weight)
+
+
+class _Weights:
+  """Experts' weights without and with a base, whose exponent is to be found."""
+
+  def __init__(
+    self,
+    seed: int,
+    traffic: Traffic,
+    num_experts: int,
+    num_ranks: int,
+    top_k: int,
+    steps: int,
+    layers: int,
+  ) -> None:
+    rng = np.random.default_rng(seed)
+    # The base is linear in the exponent, with the part within a rank apart.
+    self._rank_sLE, local_sLE = _log_base(rng, traffic, num_experts, num_ranks, steps, layers)
+    self.change_sLE = _log_change(rng, traffic, (steps, layers, num_experts))
+    self._changed_sLE = self.change_sLE + traffic.local_exponent * local_sLE
+    self._sample = rng.permutation(steps * layers)[:_FIT_SAMPLES]
+    self._num_ranks, self._top_k = num_ranks, top_k
+
+  def skewed(self, alpha: float) -> np.ndarray:
+    """``[step, layer, E]`` with a base of this exponent."""
+    return np.exp(alpha * self._rank_sLE + self._changed_sLE)
+
+  def imbalance(self, alpha: float) -> float:
+    """Busiest over mean rank with such a base, on average over some steps and layers."""
+    rank_xE, changed_xE = (
+      part.reshape(-1, part.shape[-1])[self._sample] for part in (self._rank_sLE, self._changed_sLE)
+    )
+    p_xE = _inclusion(np.exp(alpha * rank_xE + changed_xE), self._top_k)
+    load_xG = p_xE.reshape(len(p_xE), self._num_ranks, -1).sum(axis=2)
+    return float((load_xG.max(axis=1) / load_xG.mean(axis=1)).mean())
 
 
 def _log_base(
