@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import traces
 from command_line import run
 
 from ultraep_jax import cli
@@ -219,6 +220,30 @@ def test_says_that_copies_do_not_leave_domains(capsys, tmp_path):
   status, out, err = run(capsys, *command, "--strategies", "none", "quota")
   assert status == 0, err
   assert "as copies do not leave the domains, which differ: " in out
+
+
+def test_simulate_writes_over_nothing_that_it_reads(tmp_path, capsys):
+  trace, loads = traces.write(tmp_path / "trace"), tmp_path / "loads.npy"
+  np.save(loads, zipf_loads(0, 128, 8, 64, 8, 1.8)[None, None])
+  device, link = tmp_path / "mine.json", tmp_path / "link.json"
+  device.write_text('{"format": 1, "like": "h200"}')
+  link.symlink_to(trace / "trace.json")
+  of_trace = ("--trace", trace, "--model", "Qwen3-235B")
+  cases = (
+    (("--loads", loads), loads, f"another file than {loads}, which is read, got {loads}"),
+    (("--loads", loads, "--device", device), device, f"another file than {device}, which is"),
+    (of_trace, trace / "trace.json", "a file that is no part of a trace, got "),
+    (of_trace, link, "a file that is no part of a trace, got "),
+    (of_trace, min(trace.glob("chunk-*")), "a file that is no part of a trace, got "),
+  )
+  for read, out, message in cases:
+    before = out.read_bytes()
+    status, _, err = run(capsys, "simulate", "--strategies", "none", *read, "--out", out)
+    assert status == 1 and f"--out: expected {message}" in err
+    assert out.read_bytes() == before
+  for _ in range(2):  # beside the trace's own files
+    command = ("simulate", "--strategies", "none", *of_trace, "--out", trace / "result.json")
+    assert run(capsys, *command)[0] == 0
 
 
 def test_the_largest_divisor_of_a_number_is_at_most_the_number():

@@ -33,6 +33,7 @@ from ultraep_jax.simulate.traffic import TRAFFIC, Traffic, generate_loads, imbal
 from ultraep_jax.tables import table
 from ultraep_jax.tools.arguments import factor, largest_divisor, natural, nonnegative, positive
 from ultraep_jax.tools.errors import UsageError, refused
+from ultraep_jax.tools.outputs import check_no_input
 from ultraep_jax.tools.progress import progress
 from ultraep_jax.trace.reader import Trace, read
 from ultraep_jax.workloads import check_sizes, highest_zipf_ratio
@@ -128,6 +129,8 @@ def _model(text: str) -> ModelShape:
 def run(args: argparse.Namespace) -> int:
   """Simulates and prints."""
   check_output(args.out)
+  described = args.device if args.device not in Device.names() else None
+  check_no_input("--out", args.out, (args.trace, args.loads, described))
   _check_options(args)
   try:
     trace = None if args.trace is None else read(args.trace)

@@ -15,6 +15,7 @@ import numpy as np
 from ultraep_jax.files import check_output, write_text
 from ultraep_jax.tools.arguments import port
 from ultraep_jax.tools.errors import CommandError, UsageError
+from ultraep_jax.tools.outputs import check_no_input
 from ultraep_jax.trace.format import TraceError
 from ultraep_jax.trace.reader import Trace, read
 from ultraep_jax.viewer.page import error_page, plotly_script, render
@@ -50,11 +51,9 @@ def run(args: argparse.Namespace) -> int:
   for name in ("host", "port"):
     if (given := getattr(args, name)) is not None:
       raise UsageError(f"--{name}: expected no --html with it, which serves nothing, got {given}")
-  inside = any(args.html.resolve().parent == pathlib.Path(each).resolve() for each in args.traces)
-  if inside and args.html.exists() and args.html.suffix != ".html":
-    raise CommandError(f"--html: expected a file that is no part of a trace, got {args.html}")
   try:
     check_output(args.html)
+    check_no_input("--html", args.html, args.traces, ".html")
     traces = [_read(path, args.steps) for path in args.traces]
     write_text(args.html, render(traces))
   except (TraceError, OSError) as error:
