@@ -238,7 +238,7 @@ def load_group(path: pathlib.Path, group: cells.Group) -> programs.Programs:
   with futures.ThreadPoolExecutor() as pool:
     named = dict(zip(whole, pool.map(loaded, whole.values()), strict=True))
   scalars = named.pop(programs._SCALARS)
-  return programs.Programs(named, scalars, programs._calls(group))
+  return programs.Programs(named, scalars, programs.calls_of(group))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from ultraep_jax.bench.layer.problem import SHAPES, Shape, shape_of
 from ultraep_jax.bench.matrix import command, report
-from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, choose
+from ultraep_jax.bench.matrix.cells import LOADS, PASSES, RATIOS, TOKENS, Group, choose
 from ultraep_jax.bench.matrix.floor import Rates, floor
 from ultraep_jax.bench.matrix.loads import (
   choices,
@@ -19,6 +19,7 @@ from ultraep_jax.bench.matrix.loads import (
   imbalance,
   load_matrix,
 )
+from ultraep_jax.bench.matrix.programs import calls_of
 from ultraep_jax.tools.errors import CommandError
 
 
@@ -87,6 +88,19 @@ def row(**changes):
   usual = {"shape": "a", "tokens": 4096, "direction": "forward", "loads": "zipf", "before": 1.6}
   usual |= {"regret": 0.8, "extra_us": -100.0, "of_bound": 0.97, "ideal_over_floor": 1.2}
   return usual | {"best_unbalanced_ms": 2.0, "ratio": "1.6"} | changes
+
+
+def test_a_program_has_so_many_calls_that_its_start_takes_little():
+  """Of the two loads of a cell as many."""
+  calls = {
+    (name, tokens, direction): calls_of(Group(name, tokens, direction))
+    for name in SHAPES
+    for tokens in TOKENS
+    for direction in PASSES
+  }
+  assert all(8 <= count <= 40 and count % 2 == 0 for count in calls.values())
+  assert calls["qwen3-30b", 8192, "train"] == calls["olmoe", 32, "forward"] == 40
+  assert calls["mixtral-8x7b", 16384, "train"] == 8 < calls["qwen3-235b", 8192, "train"] < 40
 
 
 def test_summary_names_the_worst_cells():

@@ -100,5 +100,5 @@ def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypat
     )
     choice = ["olmoe"], [32], ["1"], ["zipf"], ["forward"]
     assert [group for group, _ in command.choose(*choice, pairwise=False).items()] == GROUPS[:1]
-  assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 32
+  assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 40
   assert len(loaded) == len(found.variants) + 1
