@@ -91,30 +91,38 @@ def of_stats(stats: LayerStats, config: BalanceConfig | None) -> list[str]:
   return lines + of_load(
     flat["load_GE"][worst],
     flat["load_after_G"][worst],
-    with_domains(config, flat["load_GE"], flat["load_floor"]),
+    with_domains(config, flat["load_GE"], flat["load_floor"], flat["replica_expert_GS"]),
     slots=flat["replica_expert_GS"].shape[-1],
     rounds=int(flat["rounds"].max()),
   )
 
 
-def with_domains(config: BalanceConfig, load_NGE: np.ndarray, floor_N: np.ndarray) -> BalanceConfig:
+def with_domains(
+  config: BalanceConfig,
+  load_NGE: np.ndarray,
+  floor_N: np.ndarray,
+  replica_expert_NGS: np.ndarray,
+) -> BalanceConfig:
   """The configuration with the domains that loads had, where it leaves them to the mesh.
 
-  They are the largest ones whose bounds are those of the loads. Where loads do not tell, all ranks
-  are one domain: larger ones would not have helped these.
+  They are the smallest ones whose bounds are those of the loads, and which no copy left. So nothing
+  is called possible that the layers' domains may not allow.
 
   Args:
     config: of the layers.
     load_NGE: ``[N, G, E]``, load matrices.
     floor_N: ``[N]``, the lowest maximum load that the domains allow each.
+    replica_expert_NGS: ``[N, G, S]``, the expert in each slot, −1 if it is empty.
   """
   if config.domain_size != "auto" or not len(floor_N):
     return config
   num_ranks, num_experts = load_NGE.shape[1:]
   home_NGM = load_NGE.sum(axis=1, dtype=np.int64).reshape(-1, num_ranks, num_experts // num_ranks)
   home_NG = home_NGM.sum(axis=2)
-  for size in range(num_ranks, 0, -1):
-    if num_ranks % size == 0:
+  _, host, _ = filled = np.nonzero(replica_expert_NGS >= 0)
+  home = replica_expert_NGS[filled] // (num_experts // num_ranks)
+  for size in range(1, num_ranks + 1):
+    if num_ranks % size == 0 and np.array_equal(host // size, home // size):
       busiest_N = home_NG.reshape(len(home_NG), -1, size).sum(axis=2).max(axis=1)
       if np.array_equal(-(-busiest_N // size), floor_N):
         return dataclasses.replace(config, domain_size=size)

@@ -179,18 +179,28 @@ def check_activation(
   arguments = [jax.ShapeDtypeStruct(shape, jnp.float32 if gated else dtype)] * (2 if gated else 1)
   _check_arity(function, gated)
   traced, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
-  for value in traced.consts:
+  for value in _closed_over(traced):
     if isinstance(value, Tracer):
       raise ValueError(
         f"activation: expected a function of its argument alone, got one that closes over a traced "
         f"{jax.typeof(value)}"
       )
-    if explicit and isinstance(value, jax.Array):
+    on_axes = jax.typeof(value).sharding.mesh.axis_types
+    if explicit and isinstance(value, jax.Array) and AxisType.Explicit in on_axes:
       raise ValueError(
         "activation: expected numbers of Python or NumPy in a function on Explicit axes, got one "
         f"that closes over a jax.Array {jax.typeof(value)}"
       )
   check_array("activation's result", out, shape, jnp.floating)
+
+
+def _closed_over(traced: Any) -> Iterator[Any]:
+  """The values that a function closes over, those of jitted functions in it too."""
+  yield from traced.consts
+  for eqn in traced.jaxpr.eqns:
+    for value in eqn.params.values():
+      if hasattr(value, "consts"):
+        yield from _closed_over(value)
 
 
 def _check_arity(function: Any, gated: bool) -> None:

@@ -45,8 +45,8 @@ class BalanceConfig:
     capacity_factor: a rank's buffer holds ``ceil(T * K * capacity_factor)`` rows, rounded up to a
       multiple of 8, or of 64 from 1024 rows on. A busier rank takes more rounds, and nothing is
       dropped. By time, a plan that fits is taken first, whatever its copies cost. ``"auto"``:
-      2 up to 512 MiB of rows, 1.25 for larger batches, and more for small ones, so that no copies
-      are made only to fit (``planning/capacity.py``).
+      2 up to 512 MiB of rows (2 GiB without gradients), 1.25 for larger batches, and more for
+      small ones, so that no copies are made only to fit (``planning/capacity.py``).
     domain_size: ranks among which copies of experts are made; they never leave a domain. Domains
       are contiguous. ``"auto"``: the ranks of a node; all of them for a planner that is called
       without a mesh. ``None``: all ranks are one domain.
@@ -185,6 +185,14 @@ class Strategy(NamedTuple):
   name: str
   plan: Planner
   reassign: Reassign | None = None
+
+
+def strategy_name(strategy: str | Planner | Strategy) -> str:
+  """Its own name, or that of the planner function."""
+  if isinstance(strategy, str):
+    return strategy
+  function = getattr(strategy, "func", strategy)  # of a Partial
+  return getattr(function, "name", getattr(function, "__name__", "custom"))
 
 
 def as_python_numbers(config: Any) -> None:

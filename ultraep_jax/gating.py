@@ -251,6 +251,7 @@ def update_selection_bias(bias_E: Array, load_E: Array, rate: float | Array) -> 
     check_array("rate", rate, (), jnp.number)
   elif isinstance(rate, bool) or not isinstance(rate, int | float):
     raise TypeError(f"rate: expected a number, got {type(rate).__name__}")
+  load_E = load_E.astype(jnp.int32)  # differences of unsigned loads would wrap around
   # The mean is whole + rest / E: exact where a float mean could miss equality.
   whole, rest = jnp.divmod(jnp.sum(load_E), load_E.shape[0])
   sign_E = jnp.where(load_E == whole, jnp.sign(rest), jnp.sign(whole - load_E))

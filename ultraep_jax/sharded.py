@@ -1,13 +1,11 @@
 """The balanced MoE layer on global arrays and the context mesh."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.tree_util import Partial
 
 from ultraep_jax import nodes
 from ultraep_jax.activations import Activation
@@ -16,6 +14,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, checks_vma, legacy_mesh, resolve_token_axes
 from ultraep_jax.moe import measured_moe
 from ultraep_jax.stats import Measured, layer_stats
+from ultraep_jax.strategies import arrays
 from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
 
 
@@ -115,7 +114,7 @@ def measured_sharded_moe(
       check_inner_axis(weights, activation, context, inner_axis, axes)
   if mesh is not None:  # its devices are known
     config = nodes.settle(config, mesh, axis_name)
-  config, held = _without_arrays(config)
+  config, held = arrays.apart(config)
   return _run(
     x,
     expert_index,
@@ -129,30 +128,6 @@ def measured_sharded_moe(
     inner_axis=inner_axis,
     mesh=mesh,
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-  """Stands for a planner whose arrays are passed apart."""
-
-  planner: Any  # its tree without them
-
-  def __call__(self, *_: Any) -> NoReturn:
-    raise AssertionError("expected the planner with its arrays")
-
-
-def _without_arrays(config: BalanceConfig) -> tuple[BalanceConfig, list[Array]]:
-  """The configuration and the arrays of its planner, which a static one could not hold."""
-  if not isinstance(config.strategy, Partial):
-    return config, []
-  held, planner = jax.tree.flatten(config.strategy)
-  return dataclasses.replace(config, strategy=_Held(planner)), held
-
-
-def _with_arrays(config: BalanceConfig, held: list[Array]) -> BalanceConfig:
-  if not isinstance(config.strategy, _Held):
-    return config
-  return dataclasses.replace(config, strategy=config.strategy.planner.unflatten(held))
 
 
 # Compiled as a whole when called eagerly, as in a notebook.
@@ -187,7 +162,7 @@ def _run(
       expert_index.reshape(-1, expert_index.shape[-1]),
       gate.reshape(-1, gate.shape[-1]),
       weights,
-      config=_with_arrays(config, held),
+      config=arrays.together(config, held),
       axis_name=axis_name,
       activation=activation,
       inner_axis=inner_axis,

@@ -235,12 +235,26 @@ def test_domains_that_a_mesh_settled_are_found_by_what_loads_were_allowed(size):
   load_NGE = np.stack([testing.flat_loads(seed, EXPERTS, RANKS, 512, 4, 4.0) for seed in range(2)])
   home_NG = load_NGE.sum(axis=1).reshape(2, RANKS, -1).sum(axis=2)
   floor_N = -(-home_NG.reshape(2, -1, size).sum(axis=2).max(axis=1) // size)
-  found = advice.with_domains(BalanceConfig(), load_NGE, floor_N)
-  assert found.domain_of(RANKS) == size
-  assert advice.with_domains(BalanceConfig(domain_size=2), load_NGE, floor_N).domain_size == 2
-  even_NGE = np.full((1, RANKS, EXPERTS), 3)
-  assert advice.with_domains(BalanceConfig(), even_NGE, np.array([96])).domain_of(RANKS) == RANKS
-  assert advice.with_domains(BalanceConfig(), load_NGE, floor_N + 1) == BalanceConfig()
+  empty_NGS = np.full((2, RANKS, 1), -1)
+
+  def found(config, floor_N):
+    return advice.with_domains(config, load_NGE, floor_N, empty_NGS)
+
+  assert found(BalanceConfig(), floor_N).domain_of(RANKS) == size
+  assert found(BalanceConfig(domain_size=2), floor_N).domain_size == 2
+  assert found(BalanceConfig(), floor_N + 1) == BalanceConfig()
+
+
+def test_domains_are_no_larger_than_loads_and_copies_tell():
+  """Halves that are alike allow as much as the whole; a copy between them tells it is one."""
+  load_NGE, floor_N = np.full((1, RANKS, EXPERTS), 3), np.array([96])
+  expert_NGS = np.full((1, RANKS, 1), -1)
+  expert_NGS[0, 0] = EXPERTS // RANKS  # of rank 1
+  config = advice.with_domains(BalanceConfig(), load_NGE, floor_N, expert_NGS)
+  assert config.domain_size == 2
+  expert_NGS[0, 1] = EXPERTS - 1  # of the last rank
+  config = advice.with_domains(BalanceConfig(), load_NGE, floor_N, expert_NGS)
+  assert config.domain_size == RANKS
 
 
 @pytest.mark.parametrize("fields", [{"node_size": 2}, {"domain_size": 2}])

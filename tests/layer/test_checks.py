@@ -331,15 +331,20 @@ def test_config_takes_numbers_of_numpy():
   assert (type(config.replica_slots), type(config.capacity_factor)) == (int, float)
 
 
-def test_an_activation_on_explicit_axes_closes_over_no_array():
+@pytest.mark.parametrize("jitted", [False, True])
+def test_an_activation_on_explicit_axes_closes_over_no_array_of_theirs(jitted):
   explicit = jax.make_mesh((G,), ("expert",), devices=jax.devices()[:G])
+  outside = jnp.float32(1.7)
   with jax.set_mesh(explicit):
-    alpha = jnp.float32(1.7)
-  with (
-    jax.set_mesh(explicit),
-    pytest.raises(ValueError, match=r"closes over a jax.Array float32\[\]"),
-  ):
-    uep.sharded_moe(**arguments() | {"activation": lambda x: x * alpha})
+    inside = jnp.float32(1.7)
+
+  def activation(alpha):
+    return (jax.jit if jitted else lambda function: function)(lambda x: x * alpha)
+
+  with jax.set_mesh(explicit):
+    assert uep.sharded_moe(**arguments() | {"activation": activation(outside)})[0].size
+    with pytest.raises(ValueError, match=r"closes over a jax.Array float32\[\]"):
+      uep.sharded_moe(**arguments() | {"activation": activation(inside)})
 
 
 def test_kernels_asked_for_by_name_say_what_they_cannot_do():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 import ultraep_jax as uep
 from ultraep_jax import strategies
@@ -159,3 +160,35 @@ def test_inside_the_users_shard_map():
   y, stats = run(state, x, index, gate, weights)
   close(y, dense(x, gate, weights, index)[1])
   assert int(stats.replicas) > 0
+
+
+def at_home(*held):
+  """No copies, by a planner that looks at what it holds."""
+  *parts, load_GE, config, cost = held
+  del cost
+  for part in parts:
+    assert not isinstance(part, int) or len(range(part)) == 3
+    assert not isinstance(part, np.ndarray) or part.sum() == 3
+  return strategies.none.plan(load_GE, config, None)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+  "held", [(), ("text",), (3,), (len,), (np.array([1, 2]),), ("array", 3)], ids=repr
+)
+def test_what_a_partial_planner_may_hold(held, kind):
+  """Text, sizes and functions stay as they are; arrays may lie on any device."""
+  load_GE, (x, index, gate, weights) = inputs()
+  del load_GE
+  mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(kind,), devices=jax.devices()[:RANKS])
+  array = jax.device_put(jnp.arange(3), jax.devices()[0])
+  planner = Partial(
+    at_home, *(array if isinstance(part, str) and part == "array" else part for part in held)
+  )
+  for strategy in (planner, uep.strategies.Strategy("mine", planner)):
+    config = dataclasses.replace(CONFIG, strategy=strategy)
+    with jax.set_mesh(mesh):
+      y, stats = uep.sharded_moe(x, index, gate, weights, config=config)
+    close(y, dense(x, gate, weights, index)[1])
+    assert int(stats.replicas[0]) == 0
+  assert strategies.resolve(planner).name == "at_home"

@@ -59,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     device = device.running(kernels=not args.portable)
     shape, notes = model_of(trace, args.model)
     part = trace[_chosen(trace, args.records)]
-    setting = trace_setting(part, shape, device, training=not args.prefill)
+    domain = trace.config.domain_of(trace.manifest.num_ranks)
+    changes = {"domain_size": domain, "training": not args.prefill}
+    setting = trace_setting(part, shape, device, **changes)
     setting, of_nodes = over_nodes(setting)
     notes += of_nodes
     rows = []

@@ -138,8 +138,9 @@ class Device:
   def replace(self, source: str, kind: str = "assumed", **values: float) -> "Device":
     """The same with other values of facts, on the kernels and in plain JAX.
 
-    As in a file that is ``"like"`` this device, rates that are not given follow ``peak`` and
-    ``link_rate``: those of matmuls and the rest the first, those over links the second.
+    As in a file that is ``"like"`` this device, rates that are not given in the same call follow
+    ``peak`` and ``link_rate``: those of matmuls and the rest the first, those over links the
+    second. So give measured rates last.
 
     Args:
       source: where the values are from.

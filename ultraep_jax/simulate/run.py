@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -142,6 +143,8 @@ def simulate(
   assignments = layers = 0
   for index, step in enumerate(loads):
     parts = _checked(np.asarray(step), setting, index)
+    if index == 0 and isinstance(loads, np.ndarray):  # now, rather than after all plans
+      _check_tokens(setting, _mean_tokens(setting, int(loads.sum(dtype=np.int64)), loads.shape[:2]))
     assignments += int(parts.total.sum(dtype=np.int64))
     layers += len(parts.total)
     for i, balancer in enumerate(made):
@@ -151,7 +154,7 @@ def simulate(
       steps[i].append(jax.device_get(placed))
   if not steps[0]:
     raise ValueError("loads: expected at least one step, got none")
-  _check_tokens(setting, assignments / (layers * setting.num_ranks * setting.model.top_k))
+  _check_tokens(setting, _mean_tokens(setting, assignments, (layers,)))
   return {
     balancer.name: _outcome(setting, balancer, placed)
     for balancer, placed in zip(made, steps, strict=True)
@@ -188,6 +191,11 @@ def _history(period: int, decay: float) -> tuple[int, float]:
   if not 0 < decay <= 1:
     raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
   return period, float(decay)
+
+
+def _mean_tokens(setting: Setting, assignments: int, layers: Sequence[int]) -> float:
+  """Tokens of a rank in so many layers, on average."""
+  return assignments / (math.prod(layers) * setting.num_ranks * setting.model.top_k)
 
 
 def _check_tokens(setting: Setting, found: float) -> None:

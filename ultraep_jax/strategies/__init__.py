@@ -10,7 +10,7 @@ use the history of loads, ``eplb`` and ``lplb``, are modules with pure functions
 
 from ultraep_jax.config import Planner as Planner
 from ultraep_jax.config import Strategy as Strategy
-from ultraep_jax.config import check_choice
+from ultraep_jax.config import check_choice, strategy_name
 from ultraep_jax.strategies import eplb as eplb
 from ultraep_jax.strategies import eplb_plus, exact, ideal, quota
 from ultraep_jax.strategies import lplb as lplb
@@ -39,7 +39,7 @@ def resolve(strategy: str | Strategy | Planner) -> Strategy:
     check_choice("strategy", strategy, tuple(_BY_NAME))
     return _BY_NAME[strategy]
   if callable(strategy):
-    return Strategy(getattr(strategy, "__name__", "custom"), strategy)
+    return Strategy(strategy_name(strategy), strategy)
   raise TypeError(
     f"strategy: expected a name, a planner function or a Strategy, got {type(strategy).__name__}"
   )

@@ -115,8 +115,8 @@ def update(
 def planner(state: History) -> Partial:
   """A planner whose replicas are the history's and whose copies serve equal shares.
 
-  Use it inside ``jit``, with the state an argument of the jitted function: the planner itself is
-  new with every call, and a configuration that holds it is static.
+  Use it inside ``jit``, with the state an argument of the jitted function. ``sharded_moe`` and the
+  Flax modules take the state's arrays as arguments, though a configuration is static.
   """
   return Partial(eplb, state)
 

@@ -80,7 +80,7 @@ class Trace:
   def config(self) -> BalanceConfig:
     """What decided how even plans could be; domains that the mesh settled are found by loads."""
     recorded = recorded_config(self.manifest.config)
-    return with_domains(recorded, self.load_NGE, self.floor_N)
+    return with_domains(recorded, self.load_NGE, self.floor_N, self.replica_expert_NGS)
 
   @property
   def layers(self) -> list[str]:

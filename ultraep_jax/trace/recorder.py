@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ultraep_jax import advice
-from ultraep_jax.config import BalanceConfig, check_int, check_type
+from ultraep_jax.config import BalanceConfig, check_int, check_type, strategy_name
 from ultraep_jax.files import make_folder
 from ultraep_jax.mesh import axes_of
 from ultraep_jax.trace import disk
@@ -393,7 +393,5 @@ def _describe(config: BalanceConfig) -> dict[str, Any]:
   values = dataclasses.asdict(dataclasses.replace(config, device=None))
   if config.device is not None:
     values["device"] = config.device.name
-  if not isinstance(config.strategy, str):
-    function = getattr(config.strategy, "func", config.strategy)  # of a Partial
-    values["strategy"] = getattr(function, "name", getattr(function, "__name__", "?"))
+  values["strategy"] = strategy_name(config.strategy)
   return values

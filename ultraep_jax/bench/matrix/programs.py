@@ -99,7 +99,7 @@ def of_step(arguments: Sequence[Any], step: int) -> tuple[Any, ...]:
 
 
 def calls_of(group: Group) -> int:
-  """Calls of a layer in one program: so many that its start takes little beside them.
+  """Calls of a layer in one program: so many that its start takes little, as far as 40 allow it.
 
   Before a program's first kernel, ranks tell each other where the memory is that kernels reach.
   That is once for all calls of a loop. On two H200 it takes about 0.3 ms, and 1 ms for a balanced
