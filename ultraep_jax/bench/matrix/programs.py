@@ -19,7 +19,7 @@ from ultraep_jax.types import Array, ExpertWeights, LayerStats
 BALANCED = "balanced"
 UNBALANCED = ("none", "none, worst-case buffer")
 STEPS = 2  # loads of a cell, which calls cycle through
-_SECONDS = {"forward": 0.06, "train": 0.15}  # about, of all calls
+_SECONDS = {"forward": 0.04, "train": 0.12}  # about, of all calls
 _FLOPS_PER_SECOND = 600e12  # as on an H200
 _CALLS = (8, 40)  # at least and at most
 _SCALARS = "scalars"
