@@ -163,7 +163,7 @@ def test_few_ranks_have_the_imbalance_that_they_can_reach(ranks, traffic, reache
   command = ("simulate", *ONCE, "--ranks", ranks, "--traffic", traffic)
   status, out, err = run(capsys, *command)
   assert status == 0, err
-  note = f"note: imbalance {reached} (--imbalance): so few ranks cannot reach the "
+  note = f"note: imbalance {reached} (--imbalance): these ranks and experts cannot reach the "
   assert note in out if reached else "--imbalance" not in out
 
 
@@ -180,7 +180,7 @@ def test_ranks_of_few_experts_are_as_even_as_they_can_be(options, low, wanted, c
   assert status == 0, err
   data = json.loads(out)
   (note,) = (note for note in data["notes"] if "--imbalance" in note)
-  assert note.endswith(f": ranks of so few experts are not as even as the {wanted} traffic")
+  assert note.endswith(f": these sizes, drift and noise are not as even as the {wanted} traffic")
   said = [float(part) for part in note.split()[1:4] if part[0].isdigit()]
   found = data["strategies"][0]["imbalance"]["mean"]
   assert said[0] >= low and said[0] - 0.3 <= found <= said[-1] + 0.3

@@ -287,9 +287,9 @@ def _traffic(args: argparse.Namespace, setting: Setting) -> tuple[list[Traffic],
   if reached == f"{wanted:g}":
     return traffics, []
   why = (
-    f"so few ranks cannot reach the {wanted:g} of {args.traffic} traffic"
+    f"these ranks and experts cannot reach the {wanted:g} of {args.traffic} traffic"
     if min(found) < wanted
-    else f"ranks of so few experts are not as even as the {wanted:g} of {args.traffic} traffic"
+    else f"these sizes, drift and noise are not as even as the {wanted:g} of {args.traffic} traffic"
   )
   return traffics, [f"imbalance {reached} (--imbalance): {why}"]
 
