@@ -45,6 +45,12 @@ class Block(NamedTuple):
   inner_axis: str | None = None
 
 
+def block_of(module: Any) -> Block:
+  """The block of a Flax module, whose attributes have the names of the fields."""
+  fields: dict[str, Any] = {name: getattr(module, name) for name in Block._fields}
+  return Block(**fields)._replace(layout=Layout(module.layout))
+
+
 class MoEAux(NamedTuple):
   """What a MoE module returns beside its output.
 

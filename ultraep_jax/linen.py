@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from ultraep_jax.activations import Activation
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
-  Block,
   MoEAux,
   apply_moe,
+  block_of,
   check_arguments,
   check_inner,
   check_mesh,
@@ -28,7 +28,7 @@ from ultraep_jax.block_params import (
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.gating import GatingConfig, update_selection_bias
 from ultraep_jax.mesh import shard
-from ultraep_jax.types import Array, AxisName, Layout
+from ultraep_jax.types import Array, AxisName
 
 
 class MoE(nn.Module):
@@ -114,16 +114,7 @@ class MoE(nn.Module):
       use_router_bias=self.use_router_bias,
       latent_dim=self.latent_dim,
     )
-    block = Block(
-      gating=self.gating,
-      config=self.config,
-      activation=self.activation,
-      dtype=self.dtype,
-      axis_name=self.axis_name,
-      token_axes=self.token_axes,
-      layout=Layout(self.layout),
-      inner_axis=self.inner_axis,
-    )
+    block = block_of(self)
     check_inner(block, shapes)
     params = {name: self._param(name, shape) for name, shape in shapes.items()}
     bias = None

@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 from ultraep_jax.activations import Activation
 from ultraep_jax.block import (
   DEFAULT_CONFIG,
-  Block,
   MoEAux,
   apply_moe,
+  block_of,
   check_arguments,
   check_inner,
   check_mesh,
@@ -24,7 +24,7 @@ from ultraep_jax.block_params import (
 )
 from ultraep_jax.config import BalanceConfig, check_type
 from ultraep_jax.gating import GatingConfig, update_selection_bias
-from ultraep_jax.types import Array, AxisName, Layout
+from ultraep_jax.types import Array, AxisName
 
 
 class SelectionBias(nnx.Variable):
@@ -162,7 +162,7 @@ class MoE(nnx.Module):
     self.token_axes = token_axes
     self.layout = layout
     self.inner_axis = inner_axis
-    check_inner(self._block(), shapes)
+    check_inner(block_of(self), shapes)
     where = axis_name, inner_axis
     for name, shape in shapes.items():
       value = init_param(name, rngs.params(), shape, kernel_init, param_dtype, *where)
@@ -171,18 +171,6 @@ class MoE(nnx.Module):
       bias_E = jnp.zeros(gating.num_experts, jnp.float32)
       self.selection_bias = SelectionBias(bias_E, out_sharding=(None,))
     self.param_names = tuple(shapes)
-
-  def _block(self) -> Block:
-    return Block(
-      gating=self.gating,
-      config=self.config,
-      activation=self.activation,
-      dtype=self.dtype,
-      axis_name=self.axis_name,
-      token_axes=self.token_axes,
-      layout=Layout(self.layout),
-      inner_axis=self.inner_axis,
-    )
 
   def __call__(
     self, x: Array, mask: Array | None = None, *, expert_index: Array | None = None
@@ -206,7 +194,7 @@ class MoE(nnx.Module):
     """
     bias = self.selection_bias[...] if self.gating.use_selection_bias else None
     params = {name: getattr(self, name)[...] for name in self.param_names}
-    return apply_moe(params, x, mask, bias, self._block(), expert_index)
+    return apply_moe(params, x, mask, bias, block_of(self), expert_index)
 
   def update_bias(self, aux: MoEAux, rate: float | Array) -> None:
     """Moves the selection bias one step of ``rate`` towards balance (once per train step).

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     setting, of_nodes = over_nodes(setting)
     notes += of_nodes
     rows = []
-    for slots in progress(_slots(trace), what="plan", unit="slots"):
+    for slots in progress(_slots(trace, domain), what="plan", unit="slots"):
       with_slots = dataclasses.replace(setting, replica_slots=slots)
       rows.append(_row(part, slots, replay(part, with_slots, ("none", "quota (time)", "quota"))))
   except (ValueError, OSError) as error:
@@ -92,10 +92,9 @@ def _chosen(trace: Trace, most: int) -> np.ndarray:
   return step_N % stride == 0
 
 
-def _slots(trace: Trace) -> list[int]:
+def _slots(trace: Trace, domain: int) -> list[int]:
   """0, 1, 2, 4, …, and as many as make every load even."""
   manifest = trace.manifest
-  domain = trace.config.domain_of(manifest.num_ranks)
   most = slots_that_suffice(manifest.num_experts // manifest.num_ranks * domain, domain)
   powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
   return [0, *powers, most]

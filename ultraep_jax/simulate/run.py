@@ -13,6 +13,7 @@ from ultraep_jax.config import BalanceConfig, as_python, check_int
 from ultraep_jax.simulate import balancers
 from ultraep_jax.simulate.balancers import Balancer, Loads, Placed, split_loads
 from ultraep_jax.simulate.cost import Setting, Times, layer_times
+from ultraep_jax.strategies.eplb import check_decay
 from ultraep_jax.types import PlanCost
 
 
@@ -144,7 +145,7 @@ def simulate(
   for index, step in enumerate(loads):
     parts = _checked(np.asarray(step), setting, index)
     if index == 0 and isinstance(loads, np.ndarray):  # now, rather than after all plans
-      _check_tokens(setting, _mean_tokens(setting, int(loads.sum(dtype=np.int64)), loads.shape[:2]))
+      _check_tokens(setting, int(loads.sum(dtype=np.int64)), math.prod(loads.shape[:2]))
     assignments += int(parts.total.sum(dtype=np.int64))
     layers += len(parts.total)
     for i, balancer in enumerate(made):
@@ -154,7 +155,7 @@ def simulate(
       steps[i].append(jax.device_get(placed))
   if not steps[0]:
     raise ValueError("loads: expected at least one step, got none")
-  _check_tokens(setting, _mean_tokens(setting, assignments, (layers,)))
+  _check_tokens(setting, assignments, layers)
   return {
     balancer.name: _outcome(setting, balancer, placed)
     for balancer, placed in zip(made, steps, strict=True)
@@ -188,22 +189,17 @@ def _history(period: int, decay: float) -> tuple[int, float]:
   check_int("period", period, minimum=1, maximum=2**31 - 1)
   if isinstance(decay, bool) or not isinstance(decay, int | float):
     raise TypeError(f"decay: expected a number, got {type(decay).__name__}")
-  if not 0 < decay <= 1:
-    raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
+  check_decay(decay)
   return period, float(decay)
 
 
-def _mean_tokens(setting: Setting, assignments: int, layers: Sequence[int]) -> float:
-  """Tokens of a rank in so many layers, on average."""
-  return assignments / (math.prod(layers) * setting.num_ranks * setting.model.top_k)
-
-
-def _check_tokens(setting: Setting, found: float) -> None:
-  """Refuses a setting whose times would be of other tokens than the loads have.
+def _check_tokens(setting: Setting, assignments: int, layers: int) -> None:
+  """Refuses a setting whose times would be of other tokens than so many layers' loads have.
 
   Loads may have half fewer on average, or none at all: masked tokens, and ranks that have less to
   do. They may have half more: a part of a run that is busier than the run of the setting.
   """
+  found = assignments / (layers * setting.num_ranks * setting.model.top_k)
   most = 1.5 * setting.tokens + 0.5  # tokens are rounded where they are taken from loads
   if found and not setting.tokens / 2 - 0.5 <= found <= most:
     raise ValueError(

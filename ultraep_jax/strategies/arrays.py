@@ -17,14 +17,15 @@ from jax.tree_util import Partial
 from ultraep_jax.config import BalanceConfig, Strategy
 from ultraep_jax.types import Array
 
+_ARRAY = object()
+
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
   """Stands for a planner whose arrays are elsewhere."""
 
   tree: Any
-  others: tuple[Any, ...]  # the leaves that are no arrays, where they were; ``None`` for arrays
-  arrays: tuple[bool, ...]  # which of the leaves are
+  leaves: tuple[Any, ...]  # ``_ARRAY`` in the place of each array
 
   def __call__(self, *_: Any) -> NoReturn:
     raise AssertionError("expected the planner with its arrays")
@@ -39,14 +40,12 @@ def apart(config: BalanceConfig) -> tuple[BalanceConfig, list[Any]]:
   if not isinstance(planner, Partial):
     return config, []
   leaves, tree = jax.tree.flatten(planner)
-  arrays = tuple(isinstance(leaf, jax.Array) for leaf in leaves)
-  others = tuple(None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True))
-  held = _Held(tree, others, arrays)
+  found = [_anywhere(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+  held = _Held(tree, tuple(_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in leaves))
   try:
     hash(held)
   except TypeError:
     return config, []
-  found = [_anywhere(leaf) for leaf, is_array in zip(leaves, arrays, strict=True) if is_array]
   return (_with_planner(config, held), found) if found else (config, [])
 
 
@@ -56,10 +55,7 @@ def together(config: BalanceConfig, arrays: list[Array]) -> BalanceConfig:
   if not isinstance(held, _Held):
     return config
   left = iter(arrays)
-  leaves = [
-    next(left) if is_array else other
-    for other, is_array in zip(held.others, held.arrays, strict=True)
-  ]
+  leaves = [next(left) if leaf is _ARRAY else leaf for leaf in held.leaves]
   return _with_planner(config, held.tree.unflatten(leaves))
 
 

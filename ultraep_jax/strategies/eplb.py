@@ -91,8 +91,7 @@ def update(
   check_int("period", period, minimum=1)
   if max_copies is not None:
     check_int("max_copies", max_copies, minimum=1)
-  if not 0 < decay <= 1:
-    raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
+  check_decay(decay)
   num_experts, (num_ranks, slots) = state.load_E.shape[0], state.replica_expert.shape
   if expert_load_E.shape[-1:] != (num_experts,):
     raise ValueError(f"expert_load_E: expected [..., {num_experts}], got {expert_load_E.shape}")
@@ -110,6 +109,12 @@ def update(
   )
   replica_expert = lax.cond(age % period == 0, place, lambda _: state.replica_expert, load_E)
   return History(load_E, age, replica_expert)
+
+
+def check_decay(decay: float) -> None:
+  """Raises ValueError unless a history can be multiplied by it."""
+  if not 0 < decay <= 1:
+    raise ValueError(f"decay: expected a number in (0, 1], got {decay}")
 
 
 def planner(state: History) -> Partial:
