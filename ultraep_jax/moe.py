@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultraep_jax import implementation, nodes, stats, strategies
+from ultraep_jax import differentiated, implementation, nodes, stats, strategies
 from ultraep_jax.activations import Activation
 from ultraep_jax.checks import arguments_of, check_columns_apart, check_layer, check_plan
 from ultraep_jax.compute import experts, rounds, widths
@@ -127,15 +127,61 @@ def measured_moe(
   num_tokens, top_k = expert_index_TK.shape
   columns = widths.missing_columns(weights, x_TD.dtype, config, activation, num_tokens * top_k)
   wide = jax.eval_shape(functools.partial(widths.widen, columns=columns), weights)
-  settled = sizes.settle(
-    config,
-    tokens=num_tokens,
-    top_k=top_k,
-    num_ranks=num_ranks,
-    dtype=x_TD.dtype,
-    weights=wide,
+  forward, training = (
+    sizes.settle(
+      config,
+      tokens=num_tokens,
+      top_k=top_k,
+      num_ranks=num_ranks,
+      dtype=x_TD.dtype,
+      weights=wide,
+      training=gradients,
+    )
+    for gradients in (False, True)
   )
+  run = functools.partial(
+    _settled_moe,
+    given=given,
+    columns=columns,
+    wide=wide,
+    axis_name=axis_name,
+    activation=activation,
+    inner_axis=inner_axis,
+  )
+  operands = x_TD, expert_index_TK, gate_TK, weights
+  if forward.plans == training.plans:
+    return run(forward, *operands)  # which knows what either of both weighs and holds
+  runs = (functools.partial(run, settled) for settled in (forward, training))
+  return differentiated.choose(*runs)(*operands)
+
+
+def _settled_moe(
+  settled: sizes.Sizes,
+  x_TD: Array,
+  expert_index_TK: Array,
+  gate_TK: Array,
+  weights: ExpertWeights,
+  *,
+  given: BalanceConfig,
+  columns: widths.Columns,
+  wide: ExpertWeights,
+  axis_name: AxisName,
+  activation: Activation,
+  inner_axis: str | None,
+) -> tuple[Array, stats.Measured]:
+  """``measured_moe`` by a program whose sizes are settled.
+
+  Args:
+    settled: the sizes, and the configuration with them.
+    x_TD: and what follows, as in ``moe``.
+    given: the caller's configuration.
+    columns: that experts get.
+    wide: the shapes of the weights with these.
+  """
   config, plans = settled.config, settled.plans
+  mesh, num_ranks = jax.sharding.get_abstract_mesh(), lax.axis_size(axis_name)
+  num_experts = weights.wo.shape[0] * num_ranks
+  strategy = strategies.resolve(config.strategy)
   replicating, exchanging, placing, multiplying = (
     implementation.resolve(config.implementation, operation, config.node_size)
     for operation in ("replicate", "exchange", "place", "matmul")

@@ -71,6 +71,38 @@ def test_without_a_kernel_to_plan_a_round_that_may_come_is_no_reason_to():
     assert not plans("portable", device, tokens) and plans("portable", device, tokens + 200)
 
 
+@pytest.mark.parametrize(
+  ("shape", "tokens", "forward", "training"),
+  [
+    ((2048, 768, 128, 8), 1024, False, False),  # Qwen3-30B-A3B
+    ((2048, 768, 128, 8), 2048, False, True),
+    ((2048, 768, 128, 8), 4096, True, True),
+    ((2880, 2880, 128, 4), 512, False, False),  # gpt-oss-120b
+    ((2880, 2880, 128, 4), 1024, False, True),
+    ((2048, 1024, 16, 2), 8192, False, True),
+  ],
+)
+def test_where_gradients_are_taken_fewer_tokens_are_worth_a_plan(shape, tokens, forward, training):
+  width, inner, num_experts, top_k = shape
+  into, out = (
+    jax.ShapeDtypeStruct((num_experts // 2, *each), BF16)
+    for each in ((width, inner), (inner, width))
+  )
+  of_layer = {"tokens": tokens, "top_k": top_k, "num_ranks": 2, "dtype": BF16}
+
+  def plans(training, **options):
+    config = BalanceConfig(**{"device": H200, "implementation": "mosaic_gpu", **options})
+    weights = ExpertWeights(into, into, out)
+    return settle(config, **of_layer, weights=weights, training=training).plans
+
+  assert (plans(False), plans(True)) == (forward, training)
+  dearer = H200.replace("test", balance_training_seconds=1.0)
+  assert not plans(True, device=dearer) and plans(False, device=dearer) == forward
+  # Nothing else than this planner decides by pass.
+  for options in ({"implementation": "portable"}, {"copy_rows": 100}, {"objective": "balance"}):
+    assert plans(False, **options) == plans(True, **options)
+
+
 def test_slots_that_are_asked_for_are_there():
   small = H200.replace("test", memory_bytes=1.0)
   for strategy in ("exact", "eplb+", lambda *_: None):

@@ -19,6 +19,7 @@ FACTS: Mapping[str, tuple[str, str]] = {
   "domain_size": ("", "devices that scale-up links join, as machines are usually built"),
   "launch_seconds": ("s", "from one kernel that does next to nothing to the next"),
   "balance_seconds": ("s", "of a layer that may copy, whatever it copies, over one that cannot"),
+  "balance_training_seconds": ("s", "the same of a call with gradients"),
   "matmul_tile": ("rows", "rows of a tile: each expert's rows are padded to a multiple"),
   "tile_seconds": ("s", "of a tile in each matmul beyond its rows, if a host launches it"),
   "weights_exposed": ("", "share of the time to read an expert's weights that matmuls do not hide"),

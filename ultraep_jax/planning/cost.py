@@ -7,14 +7,13 @@ integers, so that every rank plans the same.
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from ultraep_jax import implementation
+from ultraep_jax import differentiated, implementation
 from ultraep_jax.config import BalanceConfig
 from ultraep_jax.devices import known
 from ultraep_jax.devices.device import Device
-from ultraep_jax.types import Array, ExpertWeights, PlanCost
+from ultraep_jax.types import ExpertWeights, PlanCost
 
 _WEIGHT_BYTES = 2  # of a weight that a matmul reads
 _LIKELY_PER_DOUBLING = 0.3  # of ranks: what the busiest one has beyond the mean, over the mean
@@ -47,6 +46,7 @@ class LayerCost(NamedTuple):
       their gradients go home. ``None``: the same.
     by_kernel: a kernel plans, so that a plan costs little beside the rest.
     read_rows: what reading the weights of an expert takes.
+    training_fixed_rows: ``fixed_rows`` where gradients are taken, in rows of a call with these.
   """
 
   plan: PlanCost
@@ -54,12 +54,25 @@ class LayerCost(NamedTuple):
   training: PlanCost | None = None
   by_kernel: bool = True
   read_rows: int = 0
+  training_fixed_rows: int = 0
+
+  @property
+  def of_training(self) -> "LayerCost":
+    """The same as it decides where gradients are taken.
+
+    Weights are read twice and their gradients written then. That is three times as much, of rows
+    that take three times as long. Where no kernel plans, it decides as forward: what it would gain
+    was not measured.
+    """
+    if self.training is None or not self.by_kernel:
+      return self
+    return self._replace(plan=self.training, fixed_rows=self.training_fixed_rows)
 
   def weighed(self, *operands: Any) -> PlanCost:
     """``plan``, or ``training`` where the layer is differentiated by any of its operands."""
     if self.training is None or self.training == self.plan:
       return self.plan
-    taken = _gradients_taken(operands)
+    taken = differentiated.taken(operands)
     return PlanCost(
       *(jnp.where(taken, *pair) for pair in zip(self.training, self.plan, strict=True))
     )
@@ -221,7 +234,8 @@ def cost_on(
   # only those of copies were measured.
   group = slot_seconds(matmuls, *shape)
   copy = _launch_seconds(matmuls, *shape[2:])
-  fixed_rows = round(_fixed_seconds(device.running(kernels=planning), domain) / row)
+  planner = device.running(kernels=planning)
+  fixed_rows = round(_fixed_seconds(planner, domain) / row)
   read_rows = round(_WEIGHT_BYTES * weights.expert_size / matmuls["memory_rate"] / row)
   copy += steps * copy_seconds(links, size, beside=beside)
   travelling = size / links["copy_rate"]
@@ -251,17 +265,8 @@ def cost_on(
   more, seconds = _GRADIENTS
   homeward = (gradients + matrices * seconds) / (more * backward / 2)
   training = rounded(max(forward, travelling / row, projections, homeward))
-  return LayerCost(plan, fixed_rows, training, planning, read_rows)
-
-
-@jax.custom_vjp
-def _gradients_taken(operands: Any) -> Array:
-  """0; but 1 where JAX differentiates a function by any of these, which are not used."""
-  del operands
-  return jnp.int32(0)
-
-
-_gradients_taken.defvjp(lambda _: (jnp.int32(1), None), lambda *_: (None,))
+  training_fixed_rows = round(_fixed_seconds(planner, domain, "balance_training_seconds") / row)
+  return LayerCost(plan, fixed_rows, training, planning, read_rows, training_fixed_rows)
 
 
 def row_seconds(
@@ -285,9 +290,9 @@ def _launch_seconds(device: Device, direction: str, matrices: int) -> float:
   return _WORK[direction] * matrices * device["tile_seconds"]
 
 
-def _fixed_seconds(device: Device, domain: int) -> float:
+def _fixed_seconds(device: Device, domain: int, fact: str = "balance_seconds") -> float:
   """Of a layer that may copy over one that cannot; described for two ranks that share."""
-  return device["balance_seconds"] + (domain - 2) * device["plan_seconds_per_rank"]
+  return device[fact] + (domain - 2) * device["plan_seconds_per_rank"]
 
 
 def reading_seconds(

@@ -51,6 +51,7 @@ def settle(
   num_ranks: int,
   dtype: jnp.dtype,
   weights: ExpertWeights,
+  training: bool = False,
 ) -> Sizes:
   """The sizes of a layer's program.
 
@@ -61,12 +62,15 @@ def settle(
     num_ranks: G.
     dtype: that the layer computes in.
     weights: of a rank's home experts; their shapes and dtype count.
+    training: whether to say of a program in which gradients are taken if it plans, and what follows
+      from that: planning takes less of its time, and copies more.
   """
   num_home, mean = weights.wo.shape[0], tokens * top_k
   num_experts = num_home * num_ranks
   domain = config.domain_of(num_ranks)
   cost = layer_cost(dtype, weights, 0, config, domain)  # buffers follow from it
   weighs = config.strategy == "quota" and config.objective == "time"
+  decides = cost.of_training if training else cost
   # More room spares copies that only make a plan fit. Plain JAX passes over all of it.
   spares = weighs and bool(cost.plan.copy_rows) and multiplied_by_kernel(config, dtype)
   beside = spares and domain > 1 and config.replica_slots != 0 and bool(cost.plan.link_rows)
@@ -81,7 +85,7 @@ def settle(
     if config.strategy != "quota":
       return domain > 1
     may_copy = domain > 1 and config.replica_slots != 0
-    return may_copy and cost.with_capacities(capacity, capacity).can_gain(
+    return may_copy and decides.with_capacities(capacity, capacity).can_gain(
       config, tokens=tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
     )
 
@@ -102,7 +106,7 @@ def settle(
   all_rows = rows_of_all(tokens, top_k, num_ranks)
   if spares and config.capacity_factor == "auto" and may_hold(all_rows, num_ranks, token_bytes):
     most = most_rows(tokens, top_k, num_home, num_ranks)
-    worth = gains(all_rows) or cost.can_gain_much(most, domain)
+    worth = gains(all_rows) or decides.can_gain_much(most, domain)
     if not (worth and fits(capacity, plans=True)):
       # No plan has to fit, and no host waits for a number of rounds.
       capacity, plans = all_rows, plans and worth

@@ -104,7 +104,7 @@ def _memory(
   with timing.quiet():
     compiled = jax.jit(function).lower(*problem.arguments).compile()
   chosen = problem.tokens * problem.arrays.gate.shape[1]
-  sizes = settled(problem, config_of(variant, args, factor))
+  sizes = settled(problem, config_of(variant, args, factor), direction)
   buffer = sizes.transient_capacity if direction == "forward" else sizes.capacity
   busiest = planned(variant, problem, args)
   analysis = compiled.memory_analysis()

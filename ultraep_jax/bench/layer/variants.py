@@ -102,21 +102,28 @@ def planned(variant: str, problem: Problem, args: argparse.Namespace) -> float:
   return max(rows_N) / mean
 
 
-def settled(problem: Problem, config: BalanceConfig) -> Sizes:
+def settled(problem: Problem, config: BalanceConfig, direction: str = "forward") -> Sizes:
   """The sizes of the program of such a configuration."""
   arrays, ranks = problem.arrays, problem.load_NGE.shape[1]
+  shape = problem.tokens, arrays.gate.shape[1], ranks, arrays.x.dtype
+  return sizes_of_layer(config, arrays.weights, *shape, direction)
+
+
+def sizes_of_layer(
+  config: BalanceConfig,
+  weights: ExpertWeights,
+  tokens: int,
+  top_k: int,
+  ranks: int,
+  dtype: jnp.dtype,
+  direction: str,
+) -> Sizes:
+  """The same, with the weights of all ranks and the tokens of one."""
   of_rank = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // ranks, *leaf.shape[1:]), leaf.dtype),
-    arrays.weights,
+    weights,
   )
-  return settle(
-    config,
-    tokens=problem.tokens,
-    top_k=arrays.gate.shape[1],
-    num_ranks=ranks,
-    dtype=arrays.x.dtype,
-    weights=of_rank,
-  )
+  return settle(config, tokens=tokens, top_k=top_k, num_ranks=ranks, dtype=dtype, weights=of_rank)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "variant", "cost"))

@@ -52,6 +52,7 @@ EXPERT = SHAPES["qwen3-235b"]  # is copied
 _EXPERT_SIZE = 3 * EXPERT.width * EXPERT.inner
 LAYER = SHAPES["qwen3-30b"]  # may copy; of its experts each rank has a quarter
 _HOME, _TOKENS = LAYER.experts // 4, 4096
+_TRAINED = ", with gradients"
 
 Runs = Mapping[str, Callable[[], Any]]
 Seconds = Mapping[str, float]
@@ -179,7 +180,10 @@ def balance_load(ranks: int) -> np.ndarray:
 
 
 def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
-  """A layer of equal loads that may copy, and one that cannot; both have room for all rows."""
+  """A layer of equal loads that may copy, and one that cannot; both have room for all rows.
+
+  Forward, and the same with gradients.
+  """
   ranks, width, inner, top_k = mesh.size, LAYER.width, LAYER.inner, LAYER.top_k
   experts = _HOME * ranks
   index = testing.expert_indices(0, balance_load(ranks), top_k)
@@ -187,23 +191,34 @@ def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
   x = random_normal(mesh, 2, 1.0, ranks * _TOKENS, width)
-  arguments = x, index, jnp.ones(index.shape), ExpertWeights(into, into, out)
+  arguments = x, jnp.ones(index.shape), ExpertWeights(into, into, out)
 
-  def layer(strategy: str) -> Callable[[], Any]:
+  def layer(strategy: str, *, trained: bool) -> Callable[[], Any]:
     config = BalanceConfig(strategy=strategy, objective="balance", capacity_factor=float(ranks))
 
-    def call(_: Array, *operands: Any) -> Array:
-      return sharded_moe(*operands, config=config, mesh=mesh)[0]
+    def forward(x: Array, gate: Array, weights: ExpertWeights) -> Array:
+      return sharded_moe(x, index, gate, weights, config=config, mesh=mesh)[0]
+
+    def call(_: Array, *operands: Any) -> Any:
+      if not trained:
+        return forward(*operands)
+      y, vjp = jax.vjp(forward, *operands)
+      return y, vjp(y)
 
     return functools.partial(jax.jit(timing.chain(call, calls)), *arguments)
 
-  return {name: layer(name) for name in ("none", "quota")}
+  return {
+    name + suffix: layer(name, trained=bool(suffix))
+    for suffix in ("", _TRAINED)
+    for name in ("none", "quota")
+  }
 
 
 def balance_facts(seconds: Seconds) -> dict[str, float]:
-  """Nothing if noise hides it: a description would else say that balancing costs nothing."""
-  more = seconds["quota"] - seconds["none"]
-  return {"balance_seconds": more} if more > 0 else {}
+  """None that noise hides: a description would else say that balancing costs nothing."""
+  facts = {"balance_seconds": "", "balance_training_seconds": _TRAINED}
+  more = {fact: seconds["quota" + of] - seconds["none" + of] for fact, of in facts.items()}
+  return {fact: value for fact, value in more.items() if value > 0}
 
 
 # --- copies ----------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""A layer that plans where gradients are taken and not elsewhere, or the other way round."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from layer_problems import (
+  dense,
+  make_mesh,
+  make_problem,
+  new_layer,
+  output,
+  relative_error,
+  repeated,
+  value_and_grads,
+)
+from programs import equations
+
+import ultraep_jax as uep
+from ultraep_jax.planning import sizes
+from ultraep_jax.planning.cost import LayerCost
+
+FREE, DEAR = 0, 10**6  # rows that a plan takes in any case
+CONFIG = uep.BalanceConfig(replica_slots=2, capacity_factor=4.0)
+
+
+@pytest.fixture(params=["training", "forward"])
+def planning(request, monkeypatch):
+  """Which pass plans."""
+  forward, training = (DEAR, FREE) if request.param == "training" else (FREE, DEAR)
+  free = uep.PlanCost(0, 10**6)
+  cost = LayerCost(free, forward, free, training_fixed_rows=training)
+  monkeypatch.setattr(sizes, "layer_cost", lambda *_: cost)
+  return request.param
+
+
+def fresh(problem, config=CONFIG, check_vma=True):
+  """A layer whose trace no other test has."""
+  return new_layer.__wrapped__(problem.mesh, config, check_vma)
+
+
+@pytest.mark.parametrize(
+  ("data", "kind", "options"),
+  [
+    (1, AxisType.Auto, {}),
+    (2, AxisType.Explicit, {"masked": True, "biases": ("into", "out")}),
+    (1, AxisType.Explicit, {"layout": "interleaved"}),
+  ],
+)
+def test_output_and_every_gradient_are_the_dense_ones(planning, data, kind, options):
+  problem = make_problem(make_mesh(4, data, kind), **options)
+  apply = fresh(problem)
+  y, stats = output(apply, problem)
+  trained_y, trained, grads = value_and_grads(apply, problem)
+  expected_y, expected = dense(problem)
+  for each in (y, trained_y):
+    assert relative_error(each, expected_y) <= 1e-5
+  assert relative_error(grads, expected) <= 1e-5
+  forward, training = (int(jnp.sum(each.replicas)) for each in (stats, trained))
+  assert (training > 0, forward > 0) == (planning == "training", planning == "forward")
+  # Of both passes they have one form.
+  assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, trained)
+
+
+def test_without_vma_and_where_the_arguments_of_a_call_are_not_all_differentiated(planning):
+  problem = make_problem(make_mesh(4))
+  apply = fresh(problem, check_vma=False)
+  _, (x_grad, gate_grad, weight_grads) = dense(problem)
+  expected = {"x": x_grad, "gate": gate_grad, "weights": weight_grads}
+
+  def loss(argument, name):
+    given = {"x": problem.x, "gate": problem.gate, "weights": problem.weights} | {name: argument}
+    y, stats = apply(given["x"], problem.expert_index, given["gate"], given["weights"])
+    return jnp.sum(y * problem.cotangent), jnp.sum(stats.replicas)
+
+  with jax.set_mesh(problem.mesh):
+    for name in expected:
+      grads = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+      grad, replicas = grads(getattr(problem, name), name)
+      assert relative_error(grad, expected[name]) <= 1e-5
+      assert (int(replicas) > 0) == (planning == "training")
+
+
+@pytest.mark.parametrize("policy", ["nothing", "names"])
+def test_recomputed_in_a_scan(planning, policy):
+  """Backward computes the layer again as it was with gradients."""
+  kept = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names(*uep.REMAT_NAMES),
+  }[policy]
+  problem = make_problem(make_mesh(4))
+  apply = repeated(jax.checkpoint(fresh(problem), policy=kept), 3)
+  y, stats, grads = value_and_grads(apply, problem)
+  expected_y, expected = dense(problem, layers=3)
+  assert relative_error(y, expected_y) <= 1e-5
+  assert relative_error(grads, expected) <= 1e-5
+  assert bool((stats.replicas > 0).all()) == (planning == "training")
+
+
+def test_nothing_is_planned_where_nothing_is_copied(planning):
+  """The pass that does not plan has the loops of a layer without balancing, and no search."""
+  problem = make_problem(make_mesh(4))
+
+  def loops(config, gradients):
+    apply = fresh(problem, config)
+
+    def loss(x):
+      y = apply(x, problem.expert_index, problem.gate, problem.weights)[0]
+      return jnp.sum(y * problem.cotangent)
+
+    with jax.set_mesh(problem.mesh):
+      jaxpr = jax.make_jaxpr(jax.grad(loss) if gradients else loss)(problem.x)
+    return sum(equation.primitive.name == "while" for equation in equations(jaxpr))
+
+  none = dataclasses.replace(CONFIG, strategy="none")
+  for gradients in (False, True):
+    plans = gradients == (planning == "training")
+    assert (loops(CONFIG, gradients) > loops(none, gradients)) == plans
