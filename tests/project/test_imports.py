@@ -40,7 +40,8 @@ ultraep_jax/block_params ultraep_jax/doctor ultraep_jax/gating ultraep_jax/plann
 ultraep_jax/checks ultraep_jax/testing ultraep_jax/top_k
 ultraep_jax/implementation
 ultraep_jax/nodes
-ultraep_jax/activations ultraep_jax/config ultraep_jax/differentiated ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
+ultraep_jax/activations ultraep_jax/config ultraep_jax/mesh ultraep_jax/packed ultraep_jax/show
+ultraep_jax/differentiated
 ultraep_jax/devices ultraep_jax/types ultraep_jax/workloads
 ultraep_jax/figures ultraep_jax/files ultraep_jax/tables
 pallas_kernels/__init__
