@@ -249,9 +249,11 @@ def _settled_moe(
   y_TD = widths.narrow_tokens(y_TD, columns)
   y_TD = y_TD if inner_axis is None else lax.psum(y_TD, inner_axis)
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
-  # Statistics have the slots of the configuration, whatever the number of tokens.
+  # Statistics have the slots of the configuration, whatever the number of tokens, and the type that
+  # a plan gives them: a layer that plans in one pass alone returns both.
   if not plans and strategy.plan is not strategies.none.plan:
     empty_GS = jnp.full((num_ranks, config.replica_slots), -1, jnp.int32)
+    empty_GS = to_varying(empty_GS, varying_axes(load_GE))
     plan = plan._replace(replica_expert=empty_GS, parent=empty_GS)
   measured = stats.measure(
     expert_index_TK,

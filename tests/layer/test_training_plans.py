@@ -99,6 +99,14 @@ def test_recomputed_in_a_scan(planning, policy):
   assert bool((stats.replicas > 0).all()) == (planning == "training")
 
 
+def test_statistics_have_one_type_where_token_groups_plan_for_themselves(planning):
+  """A jitted layer is traced forward before gradients are; JAX compares what both return."""
+  problem = make_problem(make_mesh(2, 2))
+  _, stats, grads = value_and_grads(jax.jit(fresh(problem)), problem)
+  assert relative_error(grads, dense(problem)[1]) <= 1e-5
+  assert bool((stats.replicas > 0).all()) == (planning == "training")
+
+
 def test_nothing_is_planned_where_nothing_is_copied(planning):
   """The pass that does not plan has the loops of a layer without balancing, and no search."""
   problem = make_problem(make_mesh(4))
