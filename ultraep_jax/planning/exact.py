@@ -5,7 +5,7 @@ rank its whole deficit, the largest remaining experts first. The receiver then i
 closed. The deficit is at most ``cap``, hence below the giver's load; the giver has not received,
 so all its load is of its own M experts: a receiver holds experts of one home. A giver may fall
 below the cap and receive later. Every step closes a rank, so R − 1 steps are enough. (The
-argument behind Walker's alias tables; docs/how_it_works.md counts the slots.)
+argument behind Walker's alias tables; docs/internals.md counts the slots.)
 """
 
 from typing import NamedTuple
