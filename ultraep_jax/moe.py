@@ -150,8 +150,12 @@ def measured_moe(
   )
   operands = x_TD, expert_index_TK, gate_TK, weights
   if forward.plans == training.plans:
-    return run(forward, *operands)  # which knows what either of both weighs and holds
-  runs = (functools.partial(run, settled) for settled in (forward, training))
+    # It knows what either of both weighs and holds.
+    return run(forward, *operands, counts_rounds=not forward.one_round)
+  counts_rounds = not (forward.one_round and training.one_round)
+  runs = (
+    functools.partial(run, settled, counts_rounds=counts_rounds) for settled in (forward, training)
+  )
   return differentiated.choose(*runs)(*operands)
 
 
@@ -168,6 +172,7 @@ def _settled_moe(
   axis_name: AxisName,
   activation: Activation,
   inner_axis: str | None,
+  counts_rounds: bool,
 ) -> tuple[Array, stats.Measured]:
   """``measured_moe`` by a program whose sizes are settled.
 
@@ -177,6 +182,9 @@ def _settled_moe(
     given: the caller's configuration.
     columns: that experts get.
     wide: the shapes of the weights with these.
+    axis_name: and what follows, as in ``moe``.
+    counts_rounds: whether statistics count them. Those of both passes do, or of neither: vmap maps
+      a count, and no constant.
   """
   config, plans = settled.config, settled.plans
   mesh, num_ranks = jax.sharding.get_abstract_mesh(), lax.axis_size(axis_name)
@@ -200,7 +208,7 @@ def _settled_moe(
     plan = plan._replace(replica_expert=none_GS, parent=none_GS)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   num_rounds = None
-  if not settled.one_round:
+  if counts_rounds:
     # Of the plan, which is the same along the axis, so that ranks need not ask each other.
     num_rounds = mesh_max(capacity.num_rounds(plan, settled.capacity), same_along=axis_name)
 
@@ -216,7 +224,7 @@ def _settled_moe(
     home_rows_G=rows_G,
     lists=lists,
     routes=routes,
-    rounds=num_rounds,
+    rounds=None if settled.one_round else num_rounds,
   )
   routing = rounds.named(routing, PLAN_NAME)
   static = rounds.Static(
@@ -249,11 +257,11 @@ def _settled_moe(
   y_TD = widths.narrow_tokens(y_TD, columns)
   y_TD = y_TD if inner_axis is None else lax.psum(y_TD, inner_axis)
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
-  # Statistics have the slots of the configuration, whatever the number of tokens, and the type that
-  # a plan gives them: a layer that plans in one pass alone returns both.
+  # Statistics have the slots of the configuration, whatever the number of tokens. Empty ones follow
+  # from the loads, as those of a plan do: both functions of a custom_vjp must return arrays that
+  # vary over the same axes, and that vmap maps alike.
   if not plans and strategy.plan is not strategies.none.plan:
-    empty_GS = jnp.full((num_ranks, config.replica_slots), -1, jnp.int32)
-    empty_GS = to_varying(empty_GS, varying_axes(load_GE))
+    empty_GS = jnp.full((num_ranks, config.replica_slots), -1, jnp.int32) + 0 * load_GE[:, :1]
     plan = plan._replace(replica_expert=empty_GS, parent=empty_GS)
   measured = stats.measure(
     expert_index_TK,

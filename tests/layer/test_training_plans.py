@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from layer_problems import (
@@ -105,6 +106,33 @@ def test_statistics_have_one_type_where_token_groups_plan_for_themselves(plannin
   _, stats, grads = value_and_grads(jax.jit(fresh(problem)), problem)
   assert relative_error(grads, dense(problem)[1]) <= 1e-5
   assert bool((stats.replicas > 0).all()) == (planning == "training")
+
+
+@pytest.mark.parametrize(
+  ("config", "options"),
+  [
+    (CONFIG, {}),
+    # More choices than home experts: it fits without a plan, but only a plan tells while tracing.
+    (uep.BalanceConfig(capacity_factor=2.0), {"experts": 4}),
+  ],
+)
+def test_layers_are_mapped(planning, config, options):
+  """The statistics of both passes are mapped alike, which JAX does not look after."""
+  problems = [make_problem(make_mesh(4), seed=seed, **options) for seed in range(2)]
+  arguments = [(p.x, p.expert_index, p.gate, p.weights, p.cotangent) for p in problems]
+  x, index, gate, weights, cotangent = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arguments)
+  apply = jax.vmap(jax.jit(fresh(problems[0], config)))
+
+  def loss(x, gate, weights):
+    y, stats = apply(x, index, gate, weights)
+    return jnp.sum(y * cotangent), stats
+
+  with jax.set_mesh(problems[0].mesh):
+    got, stats = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(x, gate, weights)
+  expected = [dense(problem)[1] for problem in problems]
+  assert relative_error(got, jax.tree.map(lambda *leaves: np.stack(leaves), *expected)) <= 1e-5
+  assert bool((stats.replicas > 0).all()) == (planning == "training")
+  assert stats.rounds.tolist() == [[1], [1]]
 
 
 def test_nothing_is_planned_where_nothing_is_copied(planning):
