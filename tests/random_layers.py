@@ -4,16 +4,20 @@ On all GPUs, or on virtual CPU devices where there is none::
 
     python tests/random_layers.py --seconds 600
 
-On as many devices ``--first NUMBER --layers 1`` makes a layer again.
+On as many devices ``--first NUMBER --layers 1`` makes a layer again. With ``--one-pass`` layers
+plan with gradients alone, or without alone, where their buffers allow it.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import math
 import random
 import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 from helpers.layer_problems import (
@@ -26,7 +30,9 @@ from helpers.layer_problems import (
   value_and_grads,
 )
 
-from ultraep_jax import BalanceConfig
+from ultraep_jax import BalanceConfig, PlanCost
+from ultraep_jax.planning import sizes as settling
+from ultraep_jax.planning.cost import LayerCost
 
 # Relative errors that rounding does not explain, of bfloat16 on rounded inputs.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -119,11 +125,29 @@ def error(number: int, which: Layer) -> float:
   return relative_error((y, grads), dense(problem))
 
 
+def by_time(which: Layer) -> Layer:
+  """The same, by the planner that decides whether a layer plans."""
+  slots = which.config.replica_slots or "auto"
+  config = dataclasses.replace(
+    which.config, strategy="quota", objective="time", replica_slots=slots, domain_size="auto"
+  )
+  return which._replace(config=config)
+
+
+def planning_in_one_pass(number: int) -> contextlib.AbstractContextManager[object]:
+  """Copies are free, and a plan costs more than it may gain: forward, or with gradients."""
+  free, dear = PlanCost(0, 0), 10**9
+  forward, training = (0, dear) if number % 2 else (dear, 0)
+  cost = LayerCost(free, forward, free, training_fixed_rows=training)
+  return mock.patch.object(settling, "layer_cost", lambda *_: cost)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
   parser.add_argument("--first", type=int, default=0, help="number of the first layer")
   parser.add_argument("--layers", type=int, default=sys.maxsize, help="begin no more than these")
   parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after these")
+  parser.add_argument("--one-pass", action="store_true", help="plan in one pass alone")
   args = parser.parse_args(argv)
   ranks, device = jax.device_count(), jax.devices()[0]
   sizes = GPU if device.platform == "gpu" else CPU
@@ -132,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     while done < args.layers and time.monotonic() < end:
       number = args.first + done
       which = draw(number, ranks, sizes)
-      off = error(number, which)
+      if args.one_pass:
+        which = by_time(which)
+      with planning_in_one_pass(number) if args.one_pass else contextlib.nullcontext():
+        off = error(number, which)
       if not off <= BOUNDS[which.dtype]:
         wrong += 1
         print(f"{number}: off by {off:.1e}: {which}", flush=True)

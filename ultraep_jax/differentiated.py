@@ -29,13 +29,13 @@ def choose[T](plain: Callable[..., T], differentiated: Callable[..., T]) -> Call
   """``differentiated`` where JAX takes gradients, and ``plain`` elsewhere.
 
   Both compute the same, by programs of their own. For what a number such as ``taken`` cannot say:
-  shapes, and what runs at all. They close over no array.
+  shapes, and what runs at all. They close over no array. What they return has the same types, mesh
+  axes that it varies over among them, and vmap maps the same of it.
 
   >>> call = choose(lambda x: 2 * x, lambda x: 2 * x + 0 * x)
   >>> float(call(3.0)), float(jax.grad(call)(3.0))
   (6.0, 2.0)
   """
-
   call: Any = jax.custom_vjp(lambda *operands: plain(*operands))
   call.defvjp(lambda *operands: jax.vjp(differentiated, *operands), lambda vjp, grad: vjp(grad))
   return call

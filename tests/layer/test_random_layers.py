@@ -2,13 +2,27 @@
 
 import collections
 
+import pytest
 import random_layers
 from random_layers import CPU, GPU
+
+from ultraep_jax import differentiated
 
 
 def test_layers_equal_dense_ones(capsys):
   assert random_layers.main(["--first", "6", "--layers", "2"]) == 0
   assert "2 layers on up to 8 x cpu, 0 off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [17, 46])
+def test_layers_that_plan_in_one_pass_equal_dense_ones(number, capsys, monkeypatch):
+  chosen = []
+  right = differentiated.choose
+  monkeypatch.setattr(
+    differentiated, "choose", lambda *passes: chosen.append(passes) or right(*passes)
+  )
+  assert random_layers.main(["--first", str(number), "--layers", "1", "--one-pass"]) == 0
+  assert chosen and "1 layers on up to 8 x cpu, 0 off" in capsys.readouterr().out
 
 
 def test_a_layer_that_differs_is_named(monkeypatch, capsys):
