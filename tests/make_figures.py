@@ -81,7 +81,7 @@ def draw(rows: list[tuple[str, str, list[float]]]):
         label=LABELS[strategy],
       )
       ax.bar_label(
-        bars, [f"{times[i]:.3g} ms" for _, times in mine], fontsize=6.5, padding=2, rotation=90
+        bars, [f"{times[i]:#.3g} ms" for _, times in mine], fontsize=6.5, padding=2, rotation=90
       )
     names = [model for model, _ in mine]
     ax.set_xticks(range(len(mine)), names, fontsize=8, rotation=20, ha="right")

@@ -38,7 +38,8 @@ class BalanceConfig:
       a ``strategies.Strategy``.
     objective: ``"balance"`` asks for the lowest maximum load; ``"time"`` for the least time
       of plans that fit one round, where copies cost what ``PlanCost`` says and doing nothing is
-      a candidate. Layers of so few tokens that likely loads gain nothing do not plan at all.
+      a candidate. Layers of so few tokens that likely loads gain nothing do not plan at all. That
+      is decided for calls with gradients and without.
     target: stop at a busiest rank of ``ceil(target * mean)`` and use the fewest replicas that
       reach it, e.g. 1.01. ``None``: as low as possible.
     min_tokens_per_replica: no copy is made to serve fewer assignments than this.
