@@ -28,11 +28,11 @@ taken.defvjp(lambda _: (jnp.int32(1), None), lambda *_: (None,))
 def choose[T](plain: Callable[..., T], differentiated: Callable[..., T]) -> Callable[..., T]:
   """``differentiated`` where JAX takes gradients, and ``plain`` elsewhere.
 
-  Both compute the same, by programs of their own. For what a number such as ``taken`` cannot say:
-  shapes, and what runs at all. They close over no array. What they return has the same types, mesh
-  axes that it varies over among them, and vmap maps the same of it.
+  Both compute the same, by programs of their own: shapes, and what runs at all, cannot depend on
+  a number such as ``taken``. They close over no array. What they return has the same types and
+  varies over the same mesh axes, and ``jax.vmap`` maps the same of it.
 
-  >>> call = choose(lambda x: 2 * x, lambda x: 2 * x + 0 * x)
+  >>> call = choose(lambda x: 2 * x, lambda x: x + x)
   >>> float(call(3.0)), float(jax.grad(call)(3.0))
   (6.0, 2.0)
   """

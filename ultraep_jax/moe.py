@@ -150,7 +150,7 @@ def measured_moe(
   )
   operands = x_TD, expert_index_TK, gate_TK, weights
   if forward.plans == training.plans:
-    # It knows what either of both weighs and holds.
+    # One program for both passes. It knows the costs and the buffer of either.
     return run(forward, *operands, counts_rounds=not forward.one_round)
   counts_rounds = not (forward.one_round and training.one_round)
   runs = (
