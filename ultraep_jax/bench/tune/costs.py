@@ -191,15 +191,15 @@ def balance_runs(mesh: jax.sharding.Mesh, calls: int) -> Runs:
   into = random_normal(mesh, 0, 0.02, experts, width, inner)
   out = random_normal(mesh, 1, 0.02, experts, inner, width)
   x = random_normal(mesh, 2, 1.0, ranks * _TOKENS, width)
-  arguments = x, jnp.ones(index.shape), ExpertWeights(into, into, out)
+  arguments = index, x, jnp.ones(index.shape), ExpertWeights(into, into, out)
 
   def layer(strategy: str, *, trained: bool) -> Callable[[], Any]:
     config = BalanceConfig(strategy=strategy, objective="balance", capacity_factor=float(ranks))
 
-    def forward(x: Array, gate: Array, weights: ExpertWeights) -> Array:
-      return sharded_moe(x, index, gate, weights, config=config, mesh=mesh)[0]
+    def call(_: Array, index: Array, *operands: Any) -> Any:
+      def forward(x: Array, gate: Array, weights: ExpertWeights) -> Array:
+        return sharded_moe(x, index, gate, weights, config=config, mesh=mesh)[0]
 
-    def call(_: Array, *operands: Any) -> Any:
       if not trained:
         return forward(*operands)
       y, vjp = jax.vjp(forward, *operands)
