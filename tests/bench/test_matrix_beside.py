@@ -15,6 +15,8 @@ from ultraep_jax.types import ExpertWeights
 
 ARGUMENTS = "--scale 64 --all --ratios 1 1.3 --loads zipf --passes forward --tokens 32"
 GROUPS = [Group("olmoe", 32, "forward"), Group("qwen3-30b", 32, "forward")]
+# So few tokens have one buffer without balancing, which is measured once.
+VARIANTS = {*programs.variants(2, "auto")} - {programs.UNBALANCED[1]}
 
 
 def make(folder, worker):
@@ -40,7 +42,7 @@ def test_a_worker_writes_all_programs_of_its_groups_and_nothing_else(tmp_path):
   make(tmp_path, 1)
   (path,) = tmp_path.iterdir()
   assert path == path_of(tmp_path, GROUPS[1])
-  expected = {*programs.variants(2, "auto"), programs._SCALARS}
+  expected = {*VARIANTS, programs._SCALARS}
   assert set(pickle.loads(path.read_bytes())) == expected
 
 
@@ -100,5 +102,5 @@ def test_programs_of_the_folder_are_run_and_none_is_compiled(tmp_path, monkeypat
     )
     choice = ["olmoe"], [32], ["1"], ["zipf"], ["forward"]
     assert [group for group, _ in command.choose(*choice, pairwise=False).items()] == GROUPS[:1]
-  assert set(found.variants) == set(programs.variants(2, "auto")) and found.calls == 40
+  assert set(found.variants) == VARIANTS and found.calls == 40
   assert len(loaded) == len(found.variants) + 1
