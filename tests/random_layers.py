@@ -9,7 +9,6 @@ plan with gradients alone, or without alone, where their buffers allow it.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import random
@@ -17,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 from helpers.layer_problems import (
@@ -26,13 +24,12 @@ from helpers.layer_problems import (
   layer,
   make_mesh,
   make_problem,
+  planning_in_one_pass,
   relative_error,
   value_and_grads,
 )
 
-from ultraep_jax import BalanceConfig, PlanCost
-from ultraep_jax.planning import sizes as settling
-from ultraep_jax.planning.cost import LayerCost
+from ultraep_jax import BalanceConfig
 
 # Relative errors that rounding does not explain, of bfloat16 on rounded inputs.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -134,14 +131,6 @@ def by_time(which: Layer) -> Layer:
   return which._replace(config=config)
 
 
-def planning_in_one_pass(number: int) -> contextlib.AbstractContextManager[object]:
-  """Copies are free, and a plan costs more than it may gain: forward, or with gradients."""
-  free, dear = PlanCost(0, 0), 10**9
-  forward, training = (0, dear) if number % 2 else (dear, 0)
-  cost = LayerCost(free, forward, free, training_fixed_rows=training)
-  return mock.patch.object(settling, "layer_cost", lambda *_: cost)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
   parser.add_argument("--first", type=int, default=0, help="number of the first layer")
@@ -157,8 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       number = args.first + done
       which = draw(number, ranks, sizes)
       if args.one_pass:
-        which = by_time(which)
-      with planning_in_one_pass(number) if args.one_pass else contextlib.nullcontext():
+        with planning_in_one_pass(training=number % 2 == 0):
+          off = error(number, which := by_time(which))
+      else:
         off = error(number, which)
       if not off <= BOUNDS[which.dtype]:
         wrong += 1

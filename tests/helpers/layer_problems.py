@@ -4,10 +4,12 @@ All problems have the same tokens and experts by default, whatever their mesh, s
 computes their dense references.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ultraep_jax as uep
+from ultraep_jax.planning import sizes
+from ultraep_jax.planning.cost import LayerCost
 from ultraep_jax.planning.relay import transfer_tree
 from ultraep_jax.testing import dense_moe
 
@@ -138,6 +142,17 @@ def pile_up(load_GE: jax.Array, config: uep.BalanceConfig, cost: object) -> uep.
 QUICK = uep.BalanceConfig(
   replica_slots=2, objective="balance", strategy=pile_up, capacity_factor=4.0
 )
+
+
+def planning_in_one_pass(*, training: bool) -> contextlib.AbstractContextManager[object]:
+  """Layers by time plan with gradients alone, or forward alone, where their buffers hold all rows.
+
+  Copies are free, and a plan in the other pass costs more than it may gain.
+  """
+  free, dear = uep.PlanCost(0, 0), 10**9
+  fixed, training_fixed = (dear, 0) if training else (0, dear)
+  cost = LayerCost(free, fixed, free, training_fixed_rows=training_fixed)
+  return mock.patch.object(sizes, "layer_cost", lambda *_: cost)
 
 
 def layer(

@@ -13,6 +13,7 @@ from layer_problems import (
   make_problem,
   new_layer,
   output,
+  planning_in_one_pass,
   relative_error,
   repeated,
   value_and_grads,
@@ -20,21 +21,15 @@ from layer_problems import (
 from programs import equations
 
 import ultraep_jax as uep
-from ultraep_jax.planning import sizes
-from ultraep_jax.planning.cost import LayerCost
 
-FREE, DEAR = 0, 10**6  # rows that a plan takes in any case
 CONFIG = uep.BalanceConfig(replica_slots=2, capacity_factor=4.0)
 
 
 @pytest.fixture(params=["training", "forward"])
-def planning(request, monkeypatch):
+def planning(request):
   """Which pass plans."""
-  forward, training = (DEAR, FREE) if request.param == "training" else (FREE, DEAR)
-  free = uep.PlanCost(0, 10**6)
-  cost = LayerCost(free, forward, free, training_fixed_rows=training)
-  monkeypatch.setattr(sizes, "layer_cost", lambda *_: cost)
-  return request.param
+  with planning_in_one_pass(training=request.param == "training"):
+    yield request.param
 
 
 def fresh(problem, config=CONFIG, check_vma=True):

@@ -87,9 +87,7 @@ def _lowered(
   mesh: jax.sharding.Mesh, group: Group, implementation: Any, arguments: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
   configs = variants(mesh.size, implementation)
-  default, worst_case = (
-    _buffers(configs[name], group, arguments, mesh.size) for name in UNBALANCED
-  )
+  default, worst_case = (_buffer(configs[name], group, arguments, mesh.size) for name in UNBALANCED)
   if default == worst_case:
     del configs[UNBALANCED[1]]
   for name, config in configs.items():
@@ -100,15 +98,11 @@ def _lowered(
   yield _SCALARS, scalars.lower(*of_step(arguments, 0))
 
 
-def _buffers(
-  config: BalanceConfig, group: Group, arguments: Sequence[Any], ranks: int
-) -> tuple[int, int, bool]:
-  """By which programs without balancing differ: rows of their buffers, and if they have a loop."""
+def _buffer(config: BalanceConfig, group: Group, arguments: Sequence[Any], ranks: int) -> int:
+  """Rows of a buffer, by which alone programs without balancing differ."""
   x, _, _, weights = arguments
-  top_k = shape_of(group.shape).top_k
-  shape = group.tokens, top_k, ranks, x.dtype
-  sizes = sizes_of_layer(config, weights, *shape, group.direction)
-  return sizes.capacity, sizes.transient_capacity, sizes.one_round
+  shape = group.tokens, shape_of(group.shape).top_k, ranks, x.dtype
+  return sizes_of_layer(config, weights, *shape, group.direction).capacity
 
 
 def of_step(arguments: Sequence[Any], step: int) -> tuple[Any, ...]:
