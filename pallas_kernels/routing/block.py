@@ -31,7 +31,7 @@ class RoutingTuning:
 
   groups: int = 4
   peers: int = 8
-  clusters: int = 16
+  clusters: int = 12
   most_pieces: int = 4
   prefetch: int = 16
 
@@ -109,6 +109,8 @@ class Shared(NamedTuple):
   copies: Any  # [E], hosts beyond the first
   sent: Any  # [2, peers, E], what the cluster's blocks have counted for this one
   size: Any  # [items], the quota
+  warp_size: Any  # [items / 32], its sum over each warp's items
+  rows_before: Any  # [items], its sum over all items before
   # Lists of hosts, in order of experts and then ranks.
   rest: Any  # [items], the quota less what the host keeps of its own
   end: Any  # [items], the end of the host's interval of the expert's line
@@ -132,6 +134,8 @@ class Shared(NamedTuple):
       copies=experts,
       sent=2 * sizes.tuning.peers * experts,
       size=items,
+      warp_size=-(-items // LANES),
+      rows_before=items,
       rest=items,
       end=items,
       to_row=items,

@@ -29,7 +29,6 @@ from pallas_kernels.warp.warps import (
   lookup,
   ones,
   store,
-  unrolled,
   warp_sum,
   where,
 )
@@ -94,12 +93,26 @@ def share(block: Block, items: list[Item], quotas: list[Quota]) -> None:
   shared = block.shared
   for item, quota in zip(items, quotas, strict=True):
     put_at(shared.size, item.index, quota.size, item.exists)
+    put_at(shared.warp_size, divide(item.index, LANES)[0], warp_sum(quota.size), item.exists)
     # No item has the bit of another, so a sum is their union.
     word, bit = divide(item.host, 32)
     add_at(shared.hosts, word * block.sizes.num_experts + item.expert, _bit(bit), item.filled)
     earlier = item.filled * ones(item.host < block.rank)
     add_at(shared.kept_before, item.expert, quota.kept, earlier)
     put_at(shared.own_kept, item.expert, quota.kept, item.filled * ones(item.host == block.rank))
+
+
+def count_rows(block: Block, items: list[Item], quotas: list[Quota]) -> None:
+  """Adds up the quotas of all items before each."""
+  shared, lane = block.shared, divide(block.thread, LANES)[1]
+  num_warps = -(-block.sizes.items // LANES)
+  for item, quota in zip(items, quotas, strict=True):
+    warp, earlier = divide(item.index, LANES)[0], lane * 0
+    for first in range(0, num_warps, LANES):
+      size = lookup(shared.warp_size, jnp.minimum(lane + first, num_warps - 1))
+      earlier += where(lane + first < warp, size, 0)
+    before = warp_sum(earlier) + earlier_in_warp(quota.size)
+    put_at(shared.rows_before, item.index, before, item.exists)
 
 
 def begin_lists(block: Block) -> None:
@@ -172,20 +185,12 @@ def _bit(place: Array) -> Array:
 
 def _slot_row(block: Block, item: Item) -> Array:
   """Rows on the host before the item's slot."""
-  shared, sizes = block.shared, block.sizes
-  home, slots = sizes.num_home, sizes.num_slots
-  own = where(item.replica > 0, home + item.slot - item.host * slots, item.index - item.host * home)
-
-  def add_slot(p: Array, row: Array, first: Array, before: int) -> Array:
-    return row + where(before + p < own, lookup(shared.size, first + p), 0)
-
-  row = own * 0
-  for count, first, before in (
-    (home, item.host * home, 0),
-    (slots, sizes.num_experts + item.host * slots, home),
-  ):
-    row = unrolled(count, functools.partial(add_slot, first=first, before=before), row)
-  return row
+  sizes, before = block.sizes, functools.partial(lookup, block.shared.rows_before)
+  first_home = item.host * sizes.num_home
+  first_slot = item.host * sizes.num_slots + sizes.num_experts
+  of_homes = before(first_home + sizes.num_home) - before(first_home)
+  in_slots = before(item.index) - before(first_slot) + of_homes
+  return where(item.replica > 0, in_slots, before(item.index) - before(first_home))
 
 
 def end_lists(block: Block, items: list[Item], quotas: list[Quota], places: list[Place]) -> None:

@@ -174,6 +174,7 @@ def _route(*refs: Any, sizes: Sizes) -> None:
   wait_for_block()
 
   route_counts.send(block)
+  lines.count_rows(block, items, quotas)
   lines.begin_lists(block)
   wait_for_block()
 

@@ -67,6 +67,8 @@ def routing(ranks, experts, tokens, top_k, slots, seed=0):
     pytest.param(
       1, 4, 40, 2, 1, RoutingTuning(groups=1, peers=1, prefetch=2), marks=pytest.mark.slow
     ),
+    # Rows of more warps' items than a warp adds up at a time
+    pytest.param(2, 700, 200, 4, 250, RoutingTuning(groups=4, peers=1), marks=pytest.mark.slow),
     # A single assignment, which is masked
     pytest.param(
       2, 16, 1, 1, 2, RoutingTuning(groups=1, peers=2, prefetch=2), marks=pytest.mark.slow
@@ -109,7 +111,7 @@ def test_lowers_for_gpus(ranks, experts, tokens, slots):
 
 
 @pytest.mark.parametrize(
-  "assignments, pieces, clusters", [(1, 1, 1), (65_536, 1, 16), (65_537, 2, 9), (10**6, 4, 62)]
+  "assignments, pieces, clusters", [(1, 1, 1), (49_152, 1, 12), (49_153, 2, 7), (10**6, 4, 62)]
 )
 def test_every_assignment_has_a_thread(assignments, pieces, clusters):
   sizes = Sizes(4, 64, 2, assignments, RoutingTuning())
