@@ -75,7 +75,7 @@ def _count(members: Members) -> Array:
       return found | ones(lookup(v.expert, first + s) >= 0)
 
     base, need = unrolled(members.home, add, (g * 0, g * 0))
-    held = unrolled(members.slots, holds, g * 0)
+    held = members.over_rank(holds, g * 0)
     inside = g < members.ranks
     put_at(v.base, g, base, inside)
     put_at(v.own_need, g, need, inside)
@@ -157,7 +157,7 @@ def _offer(members: Members) -> None:
       better = other > need
       return jnp.maximum(other, need), where(better, s, slot), where(better, held, expert)
 
-    need, slot, expert = unrolled(members.slots, pick, (g * 0, g * 0, g * 0))
+    need, slot, expert = members.over_rank(pick, (g * 0, g * 0, g * 0))
     spare = lookup(v.spare, rank)
     offer = where(g < members.ranks, jnp.minimum(spare, need), 0)
     put_at(v.offered, g, expert)

@@ -2,9 +2,10 @@
 
 One warpgroup has a rank or a slot per thread, in pieces of 128. An expert without replicas has
 nothing to send, so what concerns an expert is worked out by the threads of its slots, all alike,
-and lies in vectors in shared memory.
+and lies in vectors in shared memory. A plan fills the first slots of each rank, mostly a few of
+many: those behind the last filled one of any rank have no place in the vectors.
 
-Two ranks of two slots; threads 1 and 2 work out what concerns experts 7 and 2::
+Two ranks that use two slots; threads 1 and 2 work out what concerns experts 7 and 2::
 
   rank      0   0   1   1
   item      0   1   2   3
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.planner.tables import Problem
 from pallas_kernels.support import Array
@@ -27,8 +29,10 @@ from pallas_kernels.warp.warps import (
   divide,
   lookup,
   padded,
+  pieces_of,
   thread_index,
   unrolled,
+  unrolled_used,
   where,
 )
 
@@ -36,9 +40,12 @@ _WARPS = THREADS // LANES
 
 
 class Vectors(NamedTuple):
-  """Vectors in shared memory, padded to 128. Slot s of rank g is item ``g * S + s``."""
+  """Vectors in shared memory, padded to 128.
 
-  expert: Any  # [I], the expert in each slot, -1 if empty
+  Of U used slots a rank, slot s of rank g is item ``g * U + s``.
+  """
+
+  expert: Any  # [I], the expert in each slot, -1 if empty, to the end of the last piece
   parent: Any  # [I], the result
   extra: Any  # [I], copies that the holder in each slot sends
   key: Any  # [I], three vectors for ``over_pairs``
@@ -55,12 +62,13 @@ class Vectors(NamedTuple):
   offered: Any  # [G], the expert that a rank offers to send
   totals: Any  # [4], parts of the bound
   scratch: Any  # [128]
+  used: Any  # [128], the first element alone: U, at least 1, if ``problem.finds_used``
 
   @staticmethod
   def sizes(problem: Problem) -> "Vectors":
     items = padded(problem.num_ranks * problem.num_slots)
     experts, ranks = padded(problem.num_experts), padded(problem.num_ranks)
-    return Vectors(*[items] * 6, *[experts] * 4, *[ranks] * 5, *[THREADS] * 2)
+    return Vectors(*[items] * 6, *[experts] * 4, *[ranks] * 5, *[THREADS] * 3)
 
 
 class Item(NamedTuple):
@@ -83,36 +91,36 @@ class Members:
   ranks: int  # G
   experts: int  # E
   home: int  # M
-  slots: int  # S
-  only: Item | None = None  # of 128 slots and fewer
+  slots: Array | int  # U, or all
+  only: Item | None = None  # of 128 slots and fewer, used or not
 
   @staticmethod
   def read(vectors: Vectors, problem: Problem) -> "Members":
-    """The members that ``vectors.expert`` tells."""
+    """The members that ``vectors.expert`` and ``vectors.used`` tell."""
     members = Members(
       vectors=vectors,
       ranks=problem.num_ranks,
       experts=problem.num_experts,
       home=problem.num_home,
-      slots=problem.num_slots,
+      slots=vectors.used[0] if problem.finds_used else problem.num_slots,
     )
-    if members.pieces > 1:
+    if problem.num_ranks * problem.num_slots > THREADS:
       return members
     return dataclasses.replace(members, only=members.item(thread_index()))
 
   @property
-  def pieces(self) -> int:
-    """Of 128 slots."""
-    return padded(self.ranks * self.slots) // THREADS
+  def items(self) -> Array | int:
+    """Used slots of all ranks."""
+    return self.ranks * self.slots
 
   def item(self, index: Array) -> Item:
     held = lookup(self.vectors.expert, index)
     expert = jnp.maximum(held, 0)
-    rank, slot = divide(jnp.minimum(index, self.ranks * self.slots - 1), self.slots)
+    rank, slot = divide(jnp.minimum(index, self.items - 1), self.slots)
     return Item(index, held >= 0, expert, rank, slot, *divide(expert, self.home))
 
   def fold[T](self, body: Callable[[Item, T], T], init: T) -> T:
-    """Goes over all slots: ``body(item, result so far)`` for each piece."""
+    """Goes over all used slots: ``body(item, result so far)`` for each piece."""
     if self.only is not None:
       return body(self.only, init)
     first = thread_index()
@@ -120,11 +128,15 @@ class Members:
     def step(piece: Array, carry: T) -> T:
       return body(self.item(first + piece * THREADS), carry)
 
-    return unrolled(self.pieces, step, init, most=4)
+    return unrolled(pieces_of(self.items), step, init, most=4)
 
   def each(self, body: Callable[[Item], None]) -> None:
-    """Calls ``body`` for each piece of all slots."""
+    """Calls ``body`` for each piece of all used slots."""
     self.fold(lambda item, _: body(item), None)
+
+  def over_rank[T](self, body: Callable[[Array, T], T], init: T) -> T:
+    """Goes over the used slots of a rank: ``body(slot, result so far)``."""
+    return unrolled(self.slots, body, init)
 
   def ranks_by_thread(self) -> list[tuple[Array, Array]]:
     """Each thread's number, and its rank; where there is no such rank, the last one."""
@@ -132,7 +144,7 @@ class Members:
 
 
 def over_pairs(
-  size: int,
+  size: Array | int,
   group_ref: Any,
   own_ref: Any,
   other_refs: tuple[Any, Any],
@@ -168,18 +180,21 @@ def over_pairs(
       ]
 
     initial = [place * 0 for place in places]
-    results = unrolled(-(-size // _WARPS), step, initial, most=8)
+    if isinstance(size, int):
+      results = unrolled(-(-size // _WARPS), step, initial, most=8)
+    else:
+      turns = lax.div(size + (_WARPS - 1), jnp.int32(_WARPS))
+      results = unrolled_used(THREADS // _WARPS, turns, step, initial, most=4)
     for place, result in zip(places, results, strict=True):
       update_at(result_ref, place, result, result > 0)
 
-  if size <= THREADS:
+  if isinstance(size, int) and size <= THREADS:
     fold_piece(0, -(-size // LANES))
   else:
-    pieces = padded(size) // THREADS
-    unrolled(pieces, lambda piece, _: fold_piece(piece * THREADS, _WARPS), None, most=1)
+    unrolled(pieces_of(size), lambda piece, _: fold_piece(piece * THREADS, _WARPS), None, most=1)
 
 
-def sum_greater(size: int, group_ref: Any, vectors: Vectors) -> None:
+def sum_greater(size: Array | int, group_ref: Any, vectors: Vectors) -> None:
   """Adds to ``result`` the values of those in the group whose key is greater."""
   v = vectors
 

@@ -6,7 +6,7 @@ Expert 0 of rank 0 has load 5. The best candidate gave copies to ranks 1, 2 and 
   quota of expert 0  rank 0: 5 - 1 - 1 - 3 = 0, then 1, 1, 3
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +27,7 @@ from pallas_kernels.planner.probes import (
 from pallas_kernels.planner.tables import PROBES, Problem
 from pallas_kernels.support import Array
 from pallas_kernels.warp.branches import when
-from pallas_kernels.warp.scatter import add_at, barrier, fill, put_at
+from pallas_kernels.warp.scatter import add_at, barrier, fill, max_at, put_at
 from pallas_kernels.warp.warps import (
   INT32_MAX,
   LANES,
@@ -39,6 +39,7 @@ from pallas_kernels.warp.warps import (
   padded,
   store,
   thread_index,
+  warp_max,
   warp_min,
   where,
 )
@@ -85,21 +86,17 @@ def kernel(
   vector = Vectors(*vectors)
   block = lax.axis_index(BLOCK_AXIS)
   _choose(report_ref, best_ref, problem)
-  _gather_slots(report_ref, slots_ref, best_ref, vector.expert, tokens_ref, problem)
+  chosen = _Chosen(report_ref, slots_ref, best_ref, problem)
 
   @when(block == 0)
   def _() -> None:
+    used = _gather_used(chosen, vector)
     (tree.relayed if relays else tree.direct)(vector, problem)
-    items = problem.num_ranks * problem.num_slots
-
-    def write(i: Array) -> None:
-      store(expert_ref, i, lookup(vector.expert, i), ones(i < items))
-      store(parent_ref, i, lookup(vector.parent, i), ones(i < items))
-
-    each_piece(items, write)
+    _write_trees(used, vector, expert_ref, parent_ref, problem)
 
   @when(block > 0)
   def _() -> None:
+    _gather_slots(chosen, vector.expert, tokens_ref)
     first = (block - 1) * BLOCK
     _write_quotas(first, total_ref, vector.expert, tokens_ref, sum_ref, quota_ref, problem)
 
@@ -135,32 +132,91 @@ def _choose(report_ref: Any, best_ref: Any, problem: Problem) -> None:
     best_ref[pl.ds(start, THREADS)] = lax.fori_loop(start, end, choose, choice)
 
 
-def _gather_slots(
-  report_ref: Any,
-  slots_ref: Any,
-  best_ref: Any,
-  expert_ref: Any,
-  tokens_ref: Any,
-  problem: Problem,
-) -> None:
-  """Experts and tokens of all slots, from the chosen candidates."""
+class _Chosen(NamedTuple):
+  """The chosen candidates of all domains."""
+
+  report_ref: Any
+  slots_ref: Any
+  best_ref: Any
+  problem: Problem
+
+  def filled(self, rank: Array) -> Array:
+    """How many slots of a rank are: the first ones."""
+    candidate, own = self._of(rank)
+    block, warp = divide(candidate, PROBES)
+    part, lane = divide(own, LANES)
+    line = block * self.problem.report + (1 + part) * THREADS
+    return lookup(self.report_ref, line + warp * LANES + lane)
+
+  def slot(self, rank: Array, slot: Array) -> Array:
+    """Where the expert of a slot is; its tokens are the next."""
+    candidate, own = self._of(rank)
+    return candidate * self.problem.placement + 2 * (own * self.problem.num_slots + slot)
+
+  def _of(self, rank: Array) -> tuple[Array, Array]:
+    """The candidate of a rank's domain, and its place there."""
+    domain, own = divide(rank, self.problem.domain_size)
+    return domain * (self.problem.blocks * PROBES) + lookup(self.best_ref, domain), own
+
+
+def _gather_slots(chosen: _Chosen, expert_ref: Any, tokens_ref: Any) -> None:
+  """Experts and tokens of all slots."""
+  problem = chosen.problem
   items = problem.num_ranks * problem.num_slots
 
   def gather(item: Array) -> None:
-    inside, i = item < items, jnp.minimum(item, items - 1)
-    rank, slot = divide(i, problem.num_slots)
-    domain, own = divide(rank, problem.domain_size)
-    candidate = domain * (problem.blocks * PROBES) + lookup(best_ref, domain)
-    block, warp = divide(candidate, PROBES)
-    part, lane = divide(own, LANES)
-    line = block * problem.report + (1 + part) * THREADS
-    filled = inside & (slot < lookup(report_ref, line + warp * LANES + lane))
-    place = candidate * problem.placement + 2 * (own * problem.num_slots + slot)
-    put_at(expert_ref, item, where(filled, lookup(slots_ref, place), -1))
-    put_at(tokens_ref, item, where(filled, lookup(slots_ref, place + 1), 0))
+    rank, slot = divide(jnp.minimum(item, items - 1), problem.num_slots)
+    filled, place = (item < items) & (slot < chosen.filled(rank)), chosen.slot(rank, slot)
+    put_at(expert_ref, item, where(filled, lookup(chosen.slots_ref, place), -1))
+    put_at(tokens_ref, item, where(filled, lookup(chosen.slots_ref, place + 1), 0))
 
   each_piece(items, gather)
   barrier()
+
+
+def _gather_used(chosen: _Chosen, vector: Vectors) -> Array | int:
+  """The experts of used slots; returns how many of a rank are."""
+  ranks = chosen.problem.num_ranks
+  used = _find_used(chosen, vector) if chosen.problem.finds_used else chosen.problem.num_slots
+
+  def gather(item: Array) -> None:
+    rank, slot = divide(jnp.minimum(item, ranks * used - 1), used)
+    filled = (item < ranks * used) & (slot < chosen.filled(rank))
+    expert = lookup(chosen.slots_ref, chosen.slot(rank, slot))
+    put_at(vector.expert, item, where(filled, expert, -1))
+
+  each_piece(ranks * used, gather)
+  barrier()
+  return used
+
+
+def _find_used(chosen: _Chosen, vector: Vectors) -> Array:
+  """Slots of a rank up to the last filled one of any, at least one."""
+  ranks = chosen.problem.num_ranks
+  fill(vector.used, THREADS, 1)
+  barrier()
+
+  def count(rank: Array) -> None:
+    filled = chosen.filled(jnp.minimum(rank, ranks - 1))
+    max_at(vector.used, rank * 0, warp_max(filled), ones(rank & (LANES - 1) == 0))
+
+  each_piece(ranks, count)
+  barrier()
+  return vector.used[0]
+
+
+def _write_trees(
+  used: Array | int, vector: Vectors, expert_ref: Any, parent_ref: Any, problem: Problem
+) -> None:
+  items = problem.num_ranks * problem.num_slots
+
+  def write(i: Array) -> None:
+    rank, slot = divide(jnp.minimum(i, items - 1), problem.num_slots)
+    place = rank * used + jnp.minimum(slot, used - 1)
+    for result_ref, of_used in ((expert_ref, vector.expert), (parent_ref, vector.parent)):
+      store(result_ref, i, where(slot < used, lookup(of_used, place), -1), ones(i < items))
+
+  each_piece(items, write)
 
 
 def _write_quotas(

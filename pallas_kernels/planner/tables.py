@@ -78,6 +78,11 @@ class Problem:
     return self.num_slots * self.domain_size >= others and self.min_tokens == 1
 
   @property
+  def finds_used(self) -> bool:
+    """Whether trees ask which slots are used: where many may be empty (docs/lab/kernels.md)."""
+    return self.num_slots > 4 and self.num_ranks * self.num_slots > 64
+
+  @property
   def num_thresholds(self) -> int:
     if not self.searches:
       return 0

@@ -45,7 +45,7 @@ def _arrange(members: Members) -> None:
 
   The first are children of the home, the next of the first slot, and so on.
   """
-  v, size = members.vectors, members.ranks * members.slots
+  v, size = members.vectors, members.items
 
   def order(item: Item) -> None:
     children = lookup(v.extra, item.index)

@@ -18,7 +18,7 @@ from pallas_kernels.transfer.slots import Item, Sizes, Slots
 from pallas_kernels.warp.scatter import add_at, barrier, fill, put_at
 from pallas_kernels.warp.warps import (
   INT32_MAX,
-  each_used,
+  each_piece,
   lookup,
   ones,
   padded,
@@ -51,9 +51,9 @@ def write(shared: Shared, slots: Slots, fields_ref: Any) -> None:
   barrier()
   slots.each(functools.partial(_count_children, shared, slots))
   sources = _sources(slots)
-  each_used(sources, functools.partial(_order, shared, slots))
+  each_piece(sources, functools.partial(_order, shared, slots))
   barrier()
-  each_used(sources, functools.partial(_write_node, shared, slots, fields_ref, sources))
+  each_piece(sources, functools.partial(_write_node, shared, slots, fields_ref, sources))
   barrier()
   slots.each(functools.partial(_write_child, shared, slots, fields_ref))
 

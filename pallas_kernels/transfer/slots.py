@@ -26,7 +26,6 @@ from pallas_kernels.warp.warps import (
   THREADS,
   divide,
   each_piece,
-  each_used,
   lookup,
   ones,
   padded,
@@ -106,7 +105,7 @@ class Slots(NamedTuple):
   def each(self, body: Callable[[Item], None]) -> None:
     """Calls ``body`` for the used slots of all ranks, and waits for all threads."""
     used = self.used
-    each_used(self.sizes.ranks * used, lambda place: body(self._item(place, used)))
+    each_piece(self.sizes.ranks * used, lambda place: body(self._item(place, used)))
     barrier()
 
   def _item(self, place: Array, used: Array) -> Item:

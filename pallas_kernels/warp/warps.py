@@ -182,9 +182,16 @@ def largest_divisor(size: int, most: int) -> int:
   return max(n for n in range(1, most + 1) if size % n == 0)
 
 
-def unrolled(size: int, body: Callable[[Array, Any], Any], init: Any, most: int = 16) -> Any:
-  """A ``fori_loop`` from 0 to ``size``, unrolled by its largest divisor of at most ``most``."""
-  return lax.fori_loop(0, size, body, init, unroll=largest_divisor(size, most))
+def unrolled(
+  size: Array | int, body: Callable[[Array, Any], Any], init: Any, most: int = 16
+) -> Any:
+  """A ``fori_loop`` from 0 to ``size``.
+
+  A size that is known is unrolled by its largest divisor of at most ``most``, a scalar not.
+  """
+  if isinstance(size, int):
+    return lax.fori_loop(0, size, body, init, unroll=largest_divisor(size, most))
+  return lax.fori_loop(jnp.int32(0), size, body, init)
 
 
 def unrolled_used(
@@ -201,16 +208,17 @@ def unrolled_used(
   return lax.fori_loop(jnp.int32(0), lax.div(used + (unroll - 1), jnp.int32(unroll)), step, init)
 
 
-def each_used(used: Array, body: Callable[[Array], None]) -> None:
-  """Calls ``body`` with each thread's index in pieces of 128 up to ``used``, a scalar."""
-  thread, pieces = thread_index(), lax.div(used + (THREADS - 1), jnp.int32(THREADS))
-  lax.fori_loop(jnp.int32(0), pieces, lambda piece, _: body(thread + piece * THREADS), None)
+def pieces_of(size: Array | int) -> Array | int:
+  """Pieces of 128 that hold so many elements, a number or a scalar."""
+  if isinstance(size, int):
+    return padded(size) // THREADS
+  return lax.div(size + (THREADS - 1), jnp.int32(THREADS))
 
 
-def each_piece(size: int, body: Callable[[Array], None]) -> None:
+def each_piece(size: Array | int, body: Callable[[Array], None]) -> None:
   """Calls ``body`` with each thread's index in every piece of 128 of a vector, in a loop."""
-  thread, pieces = thread_index(), padded(size) // THREADS
-  if pieces == 1:
+  thread, pieces = thread_index(), pieces_of(size)
+  if isinstance(pieces, int) and pieces == 1:
     body(thread)
   else:
     unrolled(pieces, lambda piece, _: body(thread + piece * THREADS), None, most=4)

@@ -149,6 +149,18 @@ def test_equals_the_portable_planner_of_other_sizes(ranks, experts, slots):
 
 
 @pytest.mark.slow
+def test_equals_the_portable_planner_where_ranks_use_some_slots():
+  """An idle rank takes many small experts; used slots, and all, are several pieces of 128."""
+  ranks, home, slots = 9, 24, 40
+  fixed, cost = setup(ranks, ranks * home, slots, {}, steps=STEPS[:1])
+  load_E = np.arange(ranks * home) % 3 + 10
+  load_E[:home] = 0
+  plan = assert_equal_plans(load_matrix(load_E, ranks), fixed, cost)
+  used = int((plan.replica_expert >= 0).sum(axis=1).max())
+  assert 128 < used * ranks <= (slots - 1) * ranks
+
+
+@pytest.mark.slow
 def test_equals_the_portable_planner_on_two_racks():
   """As many ranks as the kernels are for, with the experts of the largest models."""
   fixed, cost = setup(128, 896, 2, {"objective": "time"}, steps=STEPS[:1])

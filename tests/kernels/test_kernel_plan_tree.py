@@ -14,6 +14,7 @@ from pallas_kernels.planner import members as plan_members
 from pallas_kernels.planner import quota as kernels
 from pallas_kernels.planner import tree
 from pallas_kernels.planner.tables import Problem
+from pallas_kernels.warp.scatter import barrier, fill
 from pallas_kernels.warp.warps import THREADS, chunks, lookup, ones, store
 from ultraep_jax.planning import relay
 
@@ -32,6 +33,8 @@ def trees(replica_expert_GS, experts=EXPERTS, relays=True):
     for start, i in chunks(items):
       inside, expert = i < items, lookup(expert_ref, jnp.minimum(i, items - 1))
       vectors.expert[start : start + THREADS] = jnp.where(inside, expert, -1)
+    fill(vectors.used, THREADS, slots)
+    barrier()
     (tree.relayed if relays else tree.direct)(vectors, problem)
     for _, i in chunks(items):
       store(parent_ref, i, lookup(vectors.parent, i), ones(i < items))
