@@ -38,6 +38,17 @@ def test_trace_show_and_import(tmp_path, capsys):
   assert status == 1 and "for Megatron's router traces see" in err
 
 
+def test_trace_import_tells_what_was_lost(tmp_path, capsys):
+  router_traces.write_run(tmp_path / "from")
+  *_, last = sorted((tmp_path / "from").glob("*.jsonl"))
+  last.write_text(last.read_text()[:-20])
+  arguments = (tmp_path / "from", tmp_path / "to", "--experts", router_traces.E, "--json")
+  status, out, _ = run(capsys, "trace", "import", *arguments)
+  summary = json.loads(out)
+  assert status == 0 and summary["records"] == 5
+  assert summary["metadata"]["damaged_lines"] == summary["metadata"]["incomplete_records"] == 1
+
+
 def test_trace_import_refuses_and_writes_nothing(tmp_path, capsys):
   router_traces.write_run(tmp_path / "from")
   arguments = ("trace", "import", tmp_path / "from", tmp_path / "to", "--experts")

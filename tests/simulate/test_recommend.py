@@ -4,6 +4,8 @@ import dataclasses
 import json
 import re
 
+import jax
+import numpy as np
 import pytest
 import traces
 from command_line import run
@@ -22,6 +24,7 @@ def write(
   steps: int = 4,
   tokens: int = 64,
   layers: int = 1,
+  groups: int = 1,
   config: BalanceConfig = traces.CONFIG,
 ) -> str:
   """A trace of layers whose busiest rank has twice the mean."""
@@ -29,7 +32,8 @@ def write(
   with Recorder(path, config=config, metadata=metadata) as recorder:
     for step in range(steps):
       stats = traces.stats_of(traces.loads(step) * tokens)
-      recorder.record(step, {f"layer{i}": stats for i in range(layers)}, axes=())
+      stats = jax.tree.map(lambda x: np.stack([x] * groups), stats)
+      recorder.record(step, {f"layer{i}": stats for i in range(layers)})
   return str(path)
 
 
@@ -162,10 +166,11 @@ def test_simulate_says_which_options_recorded_loads_leave_unused(tmp_path, capsy
 
 
 def test_what_is_saved_is_told_for_all_layers_of_a_step(tmp_path, capsys):
-  """The same loads in three layers; and fewer of them planned, of other steps."""
+  """The same loads in three layers, and in two groups, which work at the same time."""
 
-  def rows(layers, *options):
-    folder = write(tmp_path / f"trace{layers}", WIDE, tokens=4096, layers=layers)
+  def rows(layers, *options, groups=1):
+    path = tmp_path / f"trace{layers}{groups}"
+    folder = write(path, WIDE, tokens=4096, layers=layers, groups=groups)
     out = run(capsys, "recommend", folder, "--device", "h200", "--json", *options)[1]
     return json.loads(out)["slots"]
 
@@ -174,6 +179,8 @@ def test_what_is_saved_is_told_for_all_layers_of_a_step(tmp_path, capsys):
     assert all_layers["layer_ms"] == pytest.approx(alone["layer_ms"])
     assert all_layers["saved_ms_a_step"] == pytest.approx(3 * alone["saved_ms_a_step"])
   assert one[-1]["saved_ms_a_step"] > 0
+  for alone, of_two in zip(three, rows(3, groups=2), strict=True):
+    assert of_two == pytest.approx(alone)
   forward = rows(1, "--prefill")[-1]
   assert forward["memory_mb"] == pytest.approx(one[-1]["memory_mb"] / 2)  # no gradients
   assert forward["layer_ms"] < one[-1]["layer_ms"]

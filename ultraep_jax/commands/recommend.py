@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
       rows.append(_row(part, slots, replay(part, with_slots, ("none", "quota (time)", "quota"))))
   except (ValueError, OSError) as error:
     raise refused(error, args, {"device": ("--device",)}) from None
-  share = len(np.unique(trace.step_N)) / max(len(trace), 1)
+  # Groups of ranks, each with its tokens, work at the same time.
+  share = len(np.unique(trace.step_N)) * len(np.unique(trace.group_N)) / max(len(trace), 1)
   for row in rows:
     row["saved_ms_a_step"] = row.pop("saved_ms_a_layer") / share
     gradient_bytes = 0 if args.prefill else _COPY_BYTES

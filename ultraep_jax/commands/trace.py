@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     raise refused(error, args, _OPTIONS if args.action == "import" else {}) from None
   summary = summarise(trace)
   if args.json:
-    print(json.dumps({"name": trace.manifest.name, **summary}, indent=2))
+    about = {"name": trace.manifest.name, "metadata": trace.manifest.metadata}
+    print(json.dumps({**about, **summary}, indent=2))
   else:
     print(_text(trace, summary))
   return 0
