@@ -197,6 +197,8 @@ def test_stretched_positions_of_any_architecture():
   silent = {"rope_type": "yarn", "original_max_position_embeddings": 10240}
   derived = ModelConfig.from_hf(QWEN3_30B | {"rope_scaling": silent}).rotary.yarn
   assert derived is not None and derived.factor == 4
+  with pytest.raises(ValueError, match="expected factor or original_max_position_embeddings"):
+    ModelConfig.from_hf(QWEN3_30B | {"rope_scaling": {"rope_type": "yarn"}})
 
 
 def test_which_layers_are_mixtures():

@@ -68,11 +68,13 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
   if unknown := set(rope) - known:  # would change what positions mean
     raise wrong("rope_parameters", f"keys among {sorted(known)}", sorted(unknown))
   if _is_yarn(rope):
+    length = "original_max_position_embeddings"
+    if "factor" not in rope and length not in rope and length not in hf:
+      raise wrong("rope_parameters", f"factor or {length} with yarn", rope)
     longest = integer(hf, "max_position_embeddings")
-    trained = integer(rope, "original_max_position_embeddings", longest)
+    trained = integer(rope, length, longest)
     # Some models have the trained length beside the dict; there it counts more.
-    trained = integer(hf, "original_max_position_embeddings", trained)
-    rope["original_max_position_embeddings"] = trained
+    rope[length] = trained = integer(hf, length, trained)
     rope["factor"] = number(rope, "factor", longest / trained)
   return rope
 
