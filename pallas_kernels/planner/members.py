@@ -95,14 +95,14 @@ class Members:
   only: Item | None = None  # of 128 slots and fewer, used or not
 
   @staticmethod
-  def read(vectors: Vectors, problem: Problem) -> "Members":
-    """The members that ``vectors.expert`` and ``vectors.used`` tell."""
+  def read(vectors: Vectors, used: Array | int, problem: Problem) -> "Members":
+    """The members that ``vectors.expert`` tells, of so many slots a rank."""
     members = Members(
       vectors=vectors,
       ranks=problem.num_ranks,
       experts=problem.num_experts,
       home=problem.num_home,
-      slots=vectors.used[0] if problem.finds_used else problem.num_slots,
+      slots=used,
     )
     if problem.num_ranks * problem.num_slots > THREADS:
       return members

@@ -90,13 +90,14 @@ def kernel(
 
   @when(block == 0)
   def _() -> None:
-    used = _gather_used(chosen, vector)
-    (tree.relayed if relays else tree.direct)(vector, problem)
+    used = _find_used(chosen, vector.used) if problem.finds_used else problem.num_slots
+    _gather(chosen, used, vector.expert)
+    (tree.relayed if relays else tree.direct)(vector, used, problem)
     _write_trees(used, vector, expert_ref, parent_ref, problem)
 
   @when(block > 0)
   def _() -> None:
-    _gather_slots(chosen, vector.expert, tokens_ref)
+    _gather(chosen, problem.num_slots, vector.expert, tokens_ref)
     first = (block - 1) * BLOCK
     _write_quotas(first, total_ref, vector.expert, tokens_ref, sum_ref, quota_ref, problem)
 
@@ -159,50 +160,36 @@ class _Chosen(NamedTuple):
     return domain * (self.problem.blocks * PROBES) + lookup(self.best_ref, domain), own
 
 
-def _gather_slots(chosen: _Chosen, expert_ref: Any, tokens_ref: Any) -> None:
-  """Experts and tokens of all slots."""
-  problem = chosen.problem
-  items = problem.num_ranks * problem.num_slots
+def _gather(
+  chosen: _Chosen, slots: Array | int, expert_ref: Any, tokens_ref: Any | None = None
+) -> None:
+  """Experts, and tokens, of so many slots of each rank."""
+  items = chosen.problem.num_ranks * slots
 
   def gather(item: Array) -> None:
-    rank, slot = divide(jnp.minimum(item, items - 1), problem.num_slots)
+    rank, slot = divide(jnp.minimum(item, items - 1), slots)
     filled, place = (item < items) & (slot < chosen.filled(rank)), chosen.slot(rank, slot)
     put_at(expert_ref, item, where(filled, lookup(chosen.slots_ref, place), -1))
-    put_at(tokens_ref, item, where(filled, lookup(chosen.slots_ref, place + 1), 0))
+    if tokens_ref is not None:
+      put_at(tokens_ref, item, where(filled, lookup(chosen.slots_ref, place + 1), 0))
 
   each_piece(items, gather)
   barrier()
 
 
-def _gather_used(chosen: _Chosen, vector: Vectors) -> Array | int:
-  """The experts of used slots; returns how many of a rank are."""
-  ranks = chosen.problem.num_ranks
-  used = _find_used(chosen, vector) if chosen.problem.finds_used else chosen.problem.num_slots
-
-  def gather(item: Array) -> None:
-    rank, slot = divide(jnp.minimum(item, ranks * used - 1), used)
-    filled = (item < ranks * used) & (slot < chosen.filled(rank))
-    expert = lookup(chosen.slots_ref, chosen.slot(rank, slot))
-    put_at(vector.expert, item, where(filled, expert, -1))
-
-  each_piece(ranks * used, gather)
-  barrier()
-  return used
-
-
-def _find_used(chosen: _Chosen, vector: Vectors) -> Array:
+def _find_used(chosen: _Chosen, used_ref: Any) -> Array:
   """Slots of a rank up to the last filled one of any, at least one."""
   ranks = chosen.problem.num_ranks
-  fill(vector.used, THREADS, 1)
+  fill(used_ref, THREADS, 1)
   barrier()
 
   def count(rank: Array) -> None:
     filled = chosen.filled(jnp.minimum(rank, ranks - 1))
-    max_at(vector.used, rank * 0, warp_max(filled), ones(rank & (LANES - 1) == 0))
+    max_at(used_ref, rank * 0, warp_max(filled), ones(rank & (LANES - 1) == 0))
 
   each_piece(ranks, count)
   barrier()
-  return vector.used[0]
+  return used_ref[0]
 
 
 def _write_trees(

@@ -25,17 +25,17 @@ _UNIT = 1 << 16
 _NO_PLACE = (1 << 15) - 1
 
 
-def direct(vectors: Vectors, problem: Problem) -> None:
+def direct(vectors: Vectors, used: Array | int, problem: Problem) -> None:
   """Homes send every copy: from ``expert`` to ``parent``."""
-  Members.read(vectors, problem).each(
+  Members.read(vectors, used, problem).each(
     lambda item: put_at(vectors.parent, item.index, where(item.filled, item.home, -1))
   )
   barrier()
 
 
-def relayed(vectors: Vectors, problem: Problem) -> None:
+def relayed(vectors: Vectors, used: Array | int, problem: Problem) -> None:
   """The trees of the lowest maximum egress, then the least depth: ``expert`` to ``parent``."""
-  members = Members.read(vectors, problem)
+  members = Members.read(vectors, used, problem)
   least_egress(members)
   _arrange(members)
 

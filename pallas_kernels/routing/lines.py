@@ -188,9 +188,9 @@ def _slot_row(block: Block, item: Item) -> Array:
   sizes, before = block.sizes, functools.partial(lookup, block.shared.rows_before)
   first_home = item.host * sizes.num_home
   first_slot = item.host * sizes.num_slots + sizes.num_experts
-  of_homes = before(first_home + sizes.num_home) - before(first_home)
-  in_slots = before(item.index) - before(first_slot) + of_homes
-  return where(item.replica > 0, in_slots, before(item.index) - before(first_home))
+  here, first = before(item.index), before(first_home)
+  of_homes = before(first_home + sizes.num_home) - first
+  return here - where(item.replica > 0, before(first_slot) - of_homes, first)
 
 
 def end_lists(block: Block, items: list[Item], quotas: list[Quota], places: list[Place]) -> None:

@@ -35,7 +35,8 @@ def trees(replica_expert_GS, experts=EXPERTS, relays=True):
       vectors.expert[start : start + THREADS] = jnp.where(inside, expert, -1)
     fill(vectors.used, THREADS, slots)
     barrier()
-    (tree.relayed if relays else tree.direct)(vectors, problem)
+    used = vectors.used[0] if problem.finds_used else slots
+    (tree.relayed if relays else tree.direct)(vectors, used, problem)
     for _, i in chunks(items):
       store(parent_ref, i, lookup(vectors.parent, i), ones(i < items))
 
