@@ -15,7 +15,7 @@ from ultraep_jax.config import BalanceConfig
 from ultraep_jax.mesh import axes_of, check_axis_name, mesh_max, to_varying, varying_axes
 from ultraep_jax.planning import capacity, load, route, sizes
 from ultraep_jax.planning.cost import copy_bytes
-from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats
+from ultraep_jax.types import Array, AxisName, ExpertWeights, LayerStats, Plan, PlanCost
 
 # For `jax.checkpoint_policies.save_only_these_names`: the plan spares backward a second planning.
 PLAN_NAME = "ultraep_plan"
@@ -186,10 +186,9 @@ def _settled_moe(
     counts_rounds: whether statistics count them. Those of both passes do, or of neither: vmap maps
       a count, and no constant.
   """
-  config, plans = settled.config, settled.plans
+  config = settled.config
   mesh, num_ranks = jax.sharding.get_abstract_mesh(), lax.axis_size(axis_name)
   num_experts = weights.wo.shape[0] * num_ranks
-  strategy = strategies.resolve(config.strategy)
   replicating, exchanging, placing, multiplying = (
     implementation.resolve(config.implementation, operation, config.node_size)
     for operation in ("replicate", "exchange", "place", "matmul")
@@ -200,12 +199,7 @@ def _settled_moe(
     load_GE = nodes.confirm(load_GE, given, mesh, axis_name)
   with jax.named_scope("uep.plan"):
     weighed = settled.cost.weighed(x_TD, gate_TK, weights)
-    plan = (strategy if plans else strategies.none).plan(load_GE, config, weighed)
-  check_plan(plan, num_experts, num_ranks)
-  if not plan.replica_expert.shape[1]:
-    # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
-    none_GS = jnp.zeros((num_ranks, 0), jnp.int32)
-    plan = plan._replace(replica_expert=none_GS, parent=none_GS)
+    plan = _plan(load_GE, settled, weighed)
   routes = route.route_tokens(expert_index_TK, load_GE, plan, rank, config)
   num_rounds = None
   if counts_rounds:
@@ -257,16 +251,10 @@ def _settled_moe(
   y_TD = widths.narrow_tokens(y_TD, columns)
   y_TD = y_TD if inner_axis is None else lax.psum(y_TD, inner_axis)
   rounds_run = jnp.int32(1) if num_rounds is None else num_rounds
-  # Statistics have the slots of the configuration, whatever the number of tokens. Empty ones follow
-  # from the loads, as those of a plan do: both functions of a custom_vjp must return arrays that
-  # vary over the same axes, and that vmap maps alike.
-  if not plans and strategy.plan is not strategies.none.plan:
-    empty_GS = jnp.full((num_ranks, config.replica_slots), -1, jnp.int32) + 0 * load_GE[:, :1]
-    plan = plan._replace(replica_expert=empty_GS, parent=empty_GS)
   measured = stats.measure(
     expert_index_TK,
     load_GE,
-    plan,
+    _with_all_slots(plan, load_GE, settled),
     routes,
     rounds_run,
     copy_bytes=copy_bytes(x_TD.dtype, wide),
@@ -278,6 +266,33 @@ def _settled_moe(
     count_GX = rounds.ordered(static, routing, measured.count_GX, y_TD)
     measured = measured._replace(count_GX=count_GX)
   return y_TD, measured
+
+
+def _plan(load_GE: Array, settled: sizes.Sizes, cost: PlanCost) -> Plan:
+  """The strategy's plan, checked; that of ``"none"`` where the sizes say that none can gain."""
+  strategy = strategies.resolve(settled.config.strategy) if settled.plans else strategies.none
+  plan = strategy.plan(load_GE, settled.config, cost)
+  num_ranks, num_experts = load_GE.shape
+  check_plan(plan, num_experts, num_ranks)
+  if plan.replica_expert.shape[1]:
+    return plan
+  # An empty array that a planner computed would enter loops, and crash XLA:CPU's compiler.
+  none_GS = jnp.zeros((num_ranks, 0), jnp.int32)
+  return plan._replace(replica_expert=none_GS, parent=none_GS)
+
+
+def _with_all_slots(plan: Plan, load_GE: Array, settled: sizes.Sizes) -> Plan:
+  """The plan with the slots of the configuration, for statistics, whatever the number of tokens.
+
+  Empty ones follow from the loads, as those of a plan do: both functions of a custom_vjp must
+  return arrays that vary over the same axes, and that vmap maps alike.
+  """
+  config = settled.config
+  if settled.plans or strategies.resolve(config.strategy).plan is strategies.none.plan:
+    return plan
+  empty_GS = jnp.full((load_GE.shape[0], config.replica_slots), -1, jnp.int32)
+  empty_GS = empty_GS + 0 * load_GE[:, :1]
+  return plan._replace(replica_expert=empty_GS, parent=empty_GS)
 
 
 def home_rows(quota_EG: Array) -> Array:
