@@ -64,10 +64,15 @@ def make_problem(
   inner: int = INNER,
   seed: int = 0,
   dtype: jnp.dtype = jnp.float32,
+  weights_dtype: jnp.dtype | None = None,
   layout: str = "apart",
   biases: tuple[str, ...] = (),
 ) -> Problem:
-  """``tokens`` and ``experts`` are those of all ranks; ``biases`` are of ``BIASES``."""
+  """A layer and its tokens.
+
+  ``tokens`` and ``experts`` are those of all ranks; ``biases`` are of ``BIASES``. Weights have the
+  values that ``dtype`` has, in a dtype of their own if asked.
+  """
   rng = np.random.default_rng(seed)
   if load == "balanced":
     index = (np.arange(tokens)[:, None] * top_k + np.arange(top_k)) % experts
@@ -82,6 +87,7 @@ def make_problem(
     return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
   weights = make_weights(normal, experts, width, layout, biases, inner)
+  weights = jax.tree.map(lambda leaf: leaf.astype(weights_dtype or dtype), weights)
   gate = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
   x, cotangent = normal(tokens, width), normal(tokens, width)
   problem = Problem(mesh, x, jnp.asarray(index), gate, weights, cotangent)

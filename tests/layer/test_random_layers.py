@@ -49,6 +49,7 @@ def test_every_setting_is_drawn():
       for name, value in settings.items():
         values[name].add(value)
     assert values["ranks"] == set(range(1, 9))
-    assert values["dtype"] == {"float32", "bfloat16"}
+    assert values["groups"] == {1, 2}
+    assert values["dtype"] == values["weights_dtype"] == {"float32", "float16", "bfloat16"}
     fixed = {"node_size", "implementation", "dispatch_dtype", "device"}
     assert {name for name, found in values.items() if len(found) == 1} == fixed
